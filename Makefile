@@ -1,0 +1,55 @@
+# paritree: two commands do all set-up on a fresh machine with Python 3.11+ and a package index.
+#   make check   the main job: verify the native and the blocked engine, write an HTML parity report
+#   make test    the test suite
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+OUT    ?= paritree-out
+JOBS   ?= auto
+# Two BLAS threads are several times slower than one at these sizes.
+export OPENBLAS_NUM_THREADS ?= 1
+export OMP_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+
+.PHONY: help setup check test lint types contracts native drill bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} found, but paritree needs 3.11 or newer: install it, then run make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	@touch $@
+
+setup: $(VENV)/.installed ## create the environment and install
+
+native: setup ## compile the native engine (also done at first use)
+	$(BIN)/python -m impls.native.build
+
+check: setup ## verify the shipped engines; the report is written to $(OUT)/report.html
+	$(BIN)/paritree check native blocked --store $(OUT) --report $(OUT)/report.html
+
+test: setup ## run the test suite
+	$(BIN)/python -m pytest -n $(JOBS) -m "not drill and not gpu"
+
+lint: setup ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup ## mypy --strict over the rooms
+	$(BIN)/mypy
+
+contracts: setup ## who may import whom
+	$(BIN)/lint-imports
+
+drill: setup ## slow checks: planted engines, peers, browser, fault drills
+	$(BIN)/python -m pytest -n $(JOBS) -m "drill"
+
+bench: setup ## measured claims, results in benchmarks/results/
+	$(BIN)/python -m benchmarks
+
+clean: ## remove the environment and outputs
+	rm -rf $(VENV) $(OUT)
