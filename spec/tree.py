@@ -8,6 +8,7 @@ K = min(B, V) candidates per depth; N = nodes without the root; M = N + 1 rows o
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,8 @@ def best_first_tree(table: DraftTable, root: int, budget: int) -> Tree:
     scores, quantum_exponent = _summable(table)
     ids: list[list[int]] = table.ids.tolist()
     widths = [len(row) for row in scores]
-    tokens, parents, depths, sums = [root], [-1], [0], [scores[0][0] * 0 if scores and scores[0] else 0]
+    tokens, parents, depths = [root], [-1], [0]
+    sums: list[float] = [0]
     ranks: list[tuple[int, ...]] = [()]
     # (-score, rank path, parent, -score of the parent); rank paths are unique, so that the order is total
     heap: list[tuple[float, tuple[int, ...], int, float]] = []
@@ -130,15 +132,15 @@ def best_first_tree(table: DraftTable, root: int, budget: int) -> Tree:
         tokens.append(ids[depth - 1][rank])
         parents.append(parent)
         depths.append(depth)
-        sums.append(-negative)
+        sums.append(0 - negative)  # not -negative: a score of zero is 0.0, never -0.0
         ranks.append(path)
         rank += 1
         if rank < widths[depth - 1]:
-            heapq.heapreplace(heap, (negative_parent - scores[depth - 1][rank], path[:-1] + (rank,), parent, negative_parent))
+            heapq.heapreplace(heap, (negative_parent - scores[depth - 1][rank], (*path[:-1], rank), parent, negative_parent))
         else:
             heapq.heappop(heap)
         if depth < len(widths) and widths[depth]:
-            heapq.heappush(heap, (negative - scores[depth][0], path + (0,), number, negative))
+            heapq.heappush(heap, (negative - scores[depth][0], (*path, 0), number, negative))
     if quantum_exponent:
         unit = 2**quantum_exponent
         sums = [total / unit for total in sums]  # int / int rounds once, to nearest
@@ -162,13 +164,13 @@ def _summable(table: DraftTable) -> tuple[list[list[float]], int]:
     """
     values = table.log_probs.astype(np.float64)  # (L,K)
     if values.ndim != 2 or table.ids.shape != values.shape:
-        raise TreeError("T4", f"ids {list(table.ids.shape)} and log_probs {list(values.shape)} must be two tables [depth, rank] of one shape")
+        raise TreeError("T4", f"ids {list(table.ids.shape)} and log_probs {list(values.shape)} must have one shape [depth, rank]")
     rows: list[list[float]] = values.tolist()
     bound = 0.0
     for depth, row in enumerate(rows):
         while row and row[-1] == -math.inf:  # T8: -inf candidates are no nodes; they are a tail, or the row ascends
             row.pop()
-        if not all(later <= earlier for earlier, later in zip(row, row[1:], strict=False)) or (row and not row[0] < math.inf):
+        if not all(later <= earlier for earlier, later in itertools.pairwise(row)) or (row and not row[0] < math.inf):
             raise _table_error(table, depth)
         if row:
             bound += max(abs(row[0]), abs(row[-1]))
