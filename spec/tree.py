@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spec.arithmetic import log_probs
+
 Int = NDArray[np.int32]
 Float = NDArray[np.float32]
 Bool = NDArray[np.bool_]
@@ -85,8 +87,6 @@ def draft_table(logits: Float, budget: int) -> DraftTable:
     lp = fp32(logit - logZ), logZ = fp32(logsumexp(row)) (T2). A row of -inf only has no candidate: its lp are -inf (T8).
     Raises TreeError for NaN, +inf or a budget out of range.
     """
-    from spec.arithmetic import log_probs
-
     check_budget(budget)
     if logits.ndim != 2:
         raise TreeError("T1", f"logits have shape {list(logits.shape)}, but must be [depth, vocabulary]")
