@@ -1,0 +1,318 @@
+"""Hypothesis strategies for cases. They draw recipes, never arrays; the size class comes first, then what it holds.
+
+`size` is "small" or "full": discovery begins small, so that an easy bug is met small. Sizes lie on and beside the boundaries of
+common tiles. Overrides of a preset break coincidences (BUGZOO region 2), one bundle at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from campaigns.case import Case, GenerateCase, Node, OpCase, SessionCase, TreeCase
+from campaigns.operands import REGIMES
+from campaigns.weights import REGIMES as WEIGHT_REGIMES
+from spec.config import preset
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+SIZES = ("small", "full")
+
+# Frozen: a change of these makes two campaigns incomparable, so it raises campaigns.case.GENERATOR.
+MIX = {"op": 0.60, "tree": 0.25, "session": 0.15}
+FROZEN_ROWS_MIN = 24  # a frozen-mix session: large enough to cross a tile of 16 in every engine,
+FROZEN_ROUNDS_MIN = 2  # to show a commit that is wrong from round 2 on (BUGZOO region 3),
+FROZEN_LAYERS_MIN = 2  # and to have a dense and a sparse layer
+WEIGHT_SEEDS = 3  # a small pool, so that weights are made once and engines stay open
+
+SEEDS = st.integers(0, 2**20 - 1)
+_FEW = (1, 2, 3, 4, 5, 7, 8, 9)
+_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17)
+_WIDE = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 127, 129)
+_KEYS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 257, 520)
+
+
+def _one_of(values: tuple[Any, ...], size: str, small: int = 5) -> st.SearchStrategy[Any]:
+    return st.sampled_from(values[:small] if size == "small" else values)
+
+
+# Operations
+
+Shape = Callable[[Draw, str], tuple[dict[str, int], dict[str, float]]]
+
+
+def _plain(**words: tuple[int, ...]) -> Shape:
+    def draw_dims(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+        return {word: draw(_one_of(values, size)) for word, values in words.items()}, {}
+
+    return draw_dims
+
+
+def _rms_norm(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    return {"T": draw(_one_of(_ROWS, size)), "N": draw(_one_of(_WIDE, size))}, {"eps": draw(st.sampled_from((1e-6, 1e-5, 1e-3)))}
+
+
+def _rope(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    dims = {"T": draw(_one_of(_ROWS, size)), "H": draw(_one_of(_FEW, size)), "half": draw(st.sampled_from((1, 2, 3, 4, 5, 8, 16)))}
+    return dims, {"half_layout": draw(st.integers(0, 1))}
+
+
+def _scores(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    dims = {"T": draw(_one_of(_FEW, size)), "H": draw(_one_of(_FEW, size)), "C": draw(_one_of(_WIDE, size)), "S": draw(_one_of(_KEYS[:16], size))}
+    return dims, {"scale": draw(st.sampled_from((1.0, 0.125, 0.2236068)))}
+
+
+def _tree_attention(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    dims = {"T": draw(_one_of(_ROWS, size)), "H": draw(_one_of(_FEW[:5], size)), "R": draw(_one_of(_WIDE[:14], size))}
+    dims |= {"D": draw(st.sampled_from((2, 4, 8))), "S": draw(_one_of(_KEYS, size))}
+    return dims, {"kv_rank": dims["R"], "scale": draw(st.sampled_from((1.0, 0.125, 0.2236068)))}
+
+
+def _router_scores(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    return {"T": draw(_one_of(_ROWS, size)), "E": draw(_one_of(_WIDE, size))}, {"softmax": draw(st.integers(0, 1))}
+
+
+def _route(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    groups = draw(st.sampled_from((1, 1, 2, 3, 4)))
+    maximum = 1 if groups == 1 else draw(st.integers(0, 1))
+    per_group = draw(st.integers(1 if maximum else 2, 4 if size == "small" else 9))
+    top_groups = draw(st.integers(1, groups))
+    top_k = draw(st.integers(1, min(8, top_groups * per_group)))
+    params = {"top_k": top_k, "groups": groups, "top_groups": top_groups, "group_score_max": maximum}
+    params |= {"norm_top_k": draw(st.integers(0, 1)), "routed_scale": draw(st.sampled_from((1.0, 1.5, 2.5)))}
+    params |= {"denominator_eps": draw(st.sampled_from((1e-20, 0.0)))}
+    return {"T": draw(_one_of(_ROWS, size)), "E": groups * per_group}, params
+
+
+def _moe(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    experts = draw(st.integers(1, 4 if size == "small" else 9))
+    dims = {"T": draw(_one_of(_FEW, size)), "E": experts, "K": draw(st.integers(1, min(4, experts)))}
+    return dims | {"N": draw(_one_of(_WIDE[:14], size)), "F": draw(_one_of(_WIDE[:13], size))}, {}
+
+
+def _draft_table(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    return {"L": draw(_one_of(_FEW, size)), "V": draw(_one_of(_WIDE, size))}, {"budget": draw(_one_of(_WIDE[:13], size))}
+
+
+def _best_first_tree(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    dims = {"L": draw(_one_of(_FEW, size)), "K": draw(_one_of(_WIDE[:11], size))}
+    return dims, {"budget": draw(_one_of((*_WIDE[:15], 60), size)), "root": draw(st.integers(0, 9))}
+
+
+def _tree_mask(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    return {"M": draw(_one_of(_WIDE[:17], size))}, {"prefix_len": draw(st.sampled_from((0, 1, 2, 7, 15, 16, 31, 33, 63)))}
+
+
+def _compact(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    rows, pending = draw(st.sampled_from((0, 1, 2, 7, 15, 16, 17, 63))), draw(_one_of(_WIDE[:13], size))
+    return {"S": rows + pending, "C": draw(_one_of(_WIDE[:14], size)), "J": draw(st.integers(1, pending))}, {"prefix_len": rows}
+
+
+OP_SHAPES: dict[str, Shape] = {
+    "embed": _plain(V=_WIDE, N=_WIDE, T=_ROWS), "rms_norm": _rms_norm, "matmul": _plain(T=_ROWS, K=_WIDE, N=_WIDE), "rope": _rope,
+    "q_absorb": _plain(T=_FEW, H=_FEW, n=_WIDE[:14], R=_WIDE[:14]), "scores": _scores, "softmax": _plain(T=_FEW, H=_FEW, S=_KEYS),
+    "o_latent": _plain(T=_FEW, H=_FEW, S=_KEYS[:16], R=_WIDE[:14]), "o_heads": _plain(T=_FEW, H=_FEW, R=_WIDE[:14], v=_WIDE[:14]),
+    "tree_attention": _tree_attention, "router_scores": _router_scores, "route": _route, "swiglu": _plain(T=_ROWS, N=_WIDE),
+    "moe": _moe, "combine": _plain(T=_ROWS, K=_FEW, N=_WIDE), "add": _plain(T=_ROWS, N=_WIDE), "argmax": _plain(T=_ROWS, V=_WIDE),
+    "draft_table": _draft_table, "best_first_tree": _best_first_tree, "tree_mask": _tree_mask, "accept": _plain(M=_WIDE[:15]),
+    "compact": _compact,
+}  # fmt: skip
+
+
+def op_cases(size: str = "full", ops: tuple[str, ...] = tuple(OP_SHAPES), hazards: tuple[str, ...] = ()) -> st.SearchStrategy[OpCase]:
+    @st.composite
+    def build(draw: Draw) -> OpCase:
+        op = draw(st.sampled_from(ops))
+        dims, params = OP_SHAPES[op](draw, size)
+        regime = draw(st.sampled_from(REGIMES))
+        return OpCase(op, tuple(sorted(dims.items())), tuple(sorted(params.items())), regime, draw(SEEDS), draw(_hazards(hazards)))
+
+    return build()
+
+
+def _hazards(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
+    """None most of the time, one now and then: two at once hide each other's cause."""
+    return st.sampled_from(((), (), *((name,) for name in names)))
+
+
+# Trees
+
+
+def tree_cases(size: str = "full", hazards: tuple[str, ...] = ()) -> st.SearchStrategy[TreeCase]:
+    @st.composite
+    def build(draw: Draw) -> TreeCase:
+        vocab = draw(st.integers(1, 6) if size == "small" else st.sampled_from((1, 2, 3, 5, 8, 16, 33, 64, 100)))
+        return TreeCase(
+            vocab=vocab,
+            depth=draw(st.integers(1, 3 if size == "small" else 8)),
+            budget=draw(st.integers(0, 6) if size == "small" else st.sampled_from((0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 22, 31, 33))),
+            prefix_len=draw(st.sampled_from((0, 1, 2, 7, 15, 16, 17, 33))),
+            cache_dim=draw(st.sampled_from((1, 3, 8))),
+            grid=draw(st.sampled_from((0, -1, 1, 3))),
+            follow=draw(st.sampled_from((80, 100, 0, 50))),
+            minus_infinity=draw(st.sampled_from((0, 0, 0, 1, max(0, vocab - 1), vocab))),
+            seed=draw(SEEDS),
+            hazards=draw(_hazards(hazards)),
+        )
+
+    return build()
+
+
+# Sessions
+
+Bundle = tuple[tuple[str, Any], ...]
+OVERRIDES: tuple[Bundle, ...] = (
+    (),
+    (("rope_dim", 4),),
+    (("groups", 4), ("top_groups", 2)),
+    (("groups", 2), ("top_groups", 1), ("group_score", "max")),
+    (("yarn", (8.0, 16, 32.0, 1.0, 0.707, 1.3)),),
+    (("yarn", None),),
+    (("routed_scale", 2.5), ("top_k", 3)),
+    (("q_rank", 0),),
+    (("tied", True),),
+    (("scoring", "softmax"), ("norm_top_k", False)),
+    (("scoring", "softmax"), ("group_score", "max"), ("groups", 4), ("top_groups", 3)),
+    (("rope_layout", "half"),),
+    (("latent_eps", 1e-3),),
+    (("denominator_eps", 0.0),),
+    (("shared_experts", 2),),
+    (("shared_experts", 0),),
+    (("first_dense", 0),),
+    (("layers", 3),),
+    (("heads", 1), ("v_dim", 17)),
+    (("kv_rank", 7), ("nope_dim", 5)),
+    (("hidden", 33), ("dense_dim", 31), ("expert_dim", 9)),
+    (("top_k", 8),),
+    (("vocab", 65),),
+)
+PLAN_HAZARDS = ("fork", "evict")
+
+
+@st.composite
+def _tree(draw: Draw, node_max: int) -> tuple[Node, ...]:
+    """Size class first: empty, chain, star, full binary, one branch point, random."""
+    count = draw(st.integers(0, node_max))
+    if not count:
+        return ()
+    style = draw(st.sampled_from(("random", "chain", "star", "full", "branch")))
+    hits = draw(st.integers(0, 2**count - 1))
+    branch = draw(st.integers(0, count - 1)) if style == "branch" else 0
+    nodes = []
+    for index in range(count):  # node number index + 1; back 0 is its predecessor
+        if style == "random":
+            back = draw(st.integers(0, min(index, 5)))
+        elif style == "star":
+            back = index
+        elif style == "full":
+            back = index - index // 2
+        else:
+            back = index if style == "branch" and index == branch else 0
+        nodes.append((back, hits >> index & 1))
+    return tuple(nodes)
+
+
+@st.composite
+def _generate(draw: Draw, size: str) -> GenerateCase:
+    return GenerateCase(
+        drafter=draw(st.sampled_from(("random", "noisy", "table", "chain", "none"))),
+        seed=draw(st.integers(0, 1000)),
+        acceptance=draw(st.sampled_from((80, 50, 100))),
+        grid=draw(st.sampled_from((-1, 0, 2))),
+        budget=draw(st.integers(0, 4 if size == "small" else 12)),
+        block_len=draw(st.integers(1, 3 if size == "small" else 6)),
+        max_new=draw(st.integers(1, 4 if size == "small" else 10)),
+        stop_at=draw(st.sampled_from((-1, 2, 4, 0))),
+    )
+
+
+def session_cases(size: str = "full", *, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS) -> st.SearchStrategy[SessionCase]:
+    """`loops`: some sessions end with the engine's own loop."""
+
+    @st.composite
+    def build(draw: Draw) -> SessionCase:
+        small = size == "small"
+        name = draw(st.sampled_from(("tiny",) if small else ("tiny", "tiny", "tiny", "tiny-softmax", "small")))
+        overrides = () if small and draw(st.booleans()) else draw(_overrides(name))
+        count = draw(st.sampled_from((1, 2) if small else (1, 2, 2, 3)))
+        length = st.sampled_from((1, 2, 3, 4) if small else (1, 2, 3, 5, 7, 8, 9, 13, 17))
+        return SessionCase(
+            preset=name,
+            overrides=overrides,
+            weights_seed=draw(st.integers(0, WEIGHT_SEEDS - 1)),
+            regime=draw(st.sampled_from(("ordinary",) * 6 + tuple(WEIGHT_REGIMES))),
+            prompts=tuple((draw(length), draw(st.integers(0, 1000))) for _ in range(count)),
+            rounds=tuple(
+                tuple(draw(_tree(4 if small else 9)) for _ in range(count)) for _ in range(draw(st.integers(1, 2 if small else 3)))
+            ),
+            chunk=draw(st.sampled_from((0, 0, 1, 3, 4))),
+            mixed=draw(st.sampled_from((True, True, False))),
+            generate=draw(_generate(size)) if loops and draw(st.integers(0, 3)) == 3 else None,
+            hazards=draw(_hazards(hazards)),
+        )
+
+    return build()
+
+
+def frozen_sessions(*, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS) -> st.SearchStrategy[SessionCase]:
+    """Sessions of the frozen mix: full size, lengthened until they qualify."""
+    return session_cases("full", loops=loops, hazards=hazards).map(lengthened)
+
+
+@st.composite
+def _overrides(draw: Draw, name: str) -> Bundle:
+    """One bundle that fits the preset; the empty one where it does not."""
+    bundle: Bundle = draw(st.sampled_from(OVERRIDES))
+    return bundle if _fits(name, bundle) else ()
+
+
+_FITS: dict[tuple[str, Bundle], bool] = {}
+
+
+def _fits(name: str, bundle: Bundle) -> bool:
+    from campaigns.case import CaseError
+    from campaigns.plan import config_of
+
+    if (name, bundle) not in _FITS:
+        try:
+            config_of(SessionCase(name, bundle, 0, "ordinary", ((1, 0),), ()))
+            _FITS[name, bundle] = True
+        except CaseError:
+            _FITS[name, bundle] = False
+    return _FITS[name, bundle]
+
+
+def rows_of(case: SessionCase) -> int:
+    """Rows of the prompts and of the rounds (the engine's own loop is not counted)."""
+    sequences = len(case.prompts)
+    nodes = sum(len(tree) for trees in case.rounds for tree in trees[:sequences])
+    return sum(length for length, _ in case.prompts) + len(case.rounds) * sequences + nodes
+
+
+def layers_of(case: SessionCase) -> int:
+    return int(dict(case.overrides).get("layers", preset(case.preset).layers))
+
+
+def in_frozen_mix(case: Case) -> bool:
+    """Whether a case counts as a frozen-mix session."""
+    return (
+        isinstance(case, SessionCase)
+        and rows_of(case) >= FROZEN_ROWS_MIN
+        and len(case.rounds) >= FROZEN_ROUNDS_MIN
+        and layers_of(case) >= FROZEN_LAYERS_MIN
+    )
+
+
+def lengthened(case: SessionCase) -> SessionCase:
+    """The case with a second round, if it has one only, and a first prompt long enough for FROZEN_ROWS_MIN rows."""
+    import dataclasses
+
+    rounds = case.rounds if len(case.rounds) >= FROZEN_ROUNDS_MIN else (case.rounds * FROZEN_ROUNDS_MIN)[:FROZEN_ROUNDS_MIN]
+    longer = dataclasses.replace(case, rounds=rounds)
+    lacking = FROZEN_ROWS_MIN - rows_of(longer)
+    if lacking > 0:
+        length, seed = case.prompts[-1]
+        longer = dataclasses.replace(longer, prompts=(*case.prompts[:-1], (length + lacking, seed)))
+    return longer

@@ -1,0 +1,128 @@
+"""Weights of a session case: seeded values, then one named change that opens an input region which ordinary values hide.
+
+Sessions of one (configuration, key) share one set of arrays, which are read-only, so that an engine that writes into the
+provider's memory fails in its own worker and not in the judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+from spec.config import Config
+from spec.script import WeightsKey
+from spec.weights import Array, philox, random_weights
+
+Change = Callable[[Config, int, dict[str, Array]], None]
+"""(configuration, seed, weights) -> None; replaces entries of the dictionary."""
+
+KEPT = 24  # weight sets of a preset take 0.2 to 1.5 MB each: under 40 MB a process
+
+
+class WeightsKeyError(ValueError):
+    """A weights key that names no regime; the message lists them."""
+
+
+def _tied_vocabulary(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """Columns 2i and 2i+1 of the head are equal: every argmax is an exact tie, and the lower id wins (A1)."""
+    if config.tied:
+        table = weights["embed"].copy()
+        table[1::2] = table[: 2 * (config.vocab // 2) : 2]
+        weights["embed"] = table
+        return
+    head = weights["head"].copy()
+    head[:, 1::2] = head[:, : 2 * (config.vocab // 2) : 2]
+    weights["head"] = head
+
+
+def _tied_experts(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """Experts 2i and 2i+1 have one routing column and one bias: equal choice scores, at the cut for odd top_k as well."""
+    even = 2 * (config.experts // 2)
+    for layer in range(config.first_dense, config.layers):
+        router = weights[f"{layer}.router"].copy()
+        router[:, 1::2] = router[:, :even:2]
+        weights[f"{layer}.router"] = router
+        if (bias := weights.get(f"{layer}.router_bias")) is not None:
+            bias = bias.copy()
+            bias[1::2] = bias[:even:2]
+            weights[f"{layer}.router_bias"] = bias
+
+
+def _negative_bias(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """Routing bias of mean -2: every choice score is negative, so that masking dropped groups with 0 chooses them."""
+    for layer in range(config.first_dense, config.layers):
+        if (bias := weights.get(f"{layer}.router_bias")) is not None:
+            weights[f"{layer}.router_bias"] = (bias - np.float32(2)).astype(np.float32)
+
+
+def _large_scores(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """Queries times 2**18: raw scores of about 1e5, often below -5e4 for every visible key of a row."""
+    name = "q_b" if config.q_rank else "q"
+    for layer in range(config.layers):
+        weights[f"{layer}.{name}"] = weights[f"{layer}.{name}"] * np.float32(2.0**18)
+
+
+def _tiny_latents(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """Latent columns of kv_a times 2**-9: their mean square is of the size of the norm's eps."""
+    for layer in range(config.layers):
+        kv_a = weights[f"{layer}.kv_a"].copy()
+        kv_a[:, : config.kv_rank] *= np.float32(2.0**-9)
+        weights[f"{layer}.kv_a"] = kv_a
+
+
+def _cold_router(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """Routing logits of about +-18 and a bias of 12: sigmoid scores of 1e-8 that (s + b) - b cannot give back."""
+    for layer in range(config.first_dense, config.layers):
+        weights[f"{layer}.router"] = weights[f"{layer}.router"] * np.float32(9)
+        if (bias := weights.get(f"{layer}.router_bias")) is not None:
+            weights[f"{layer}.router_bias"] = (bias + np.float32(12)).astype(np.float32)
+
+
+def _hot_expert(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """The last expert is chosen by every token, others get few or none."""
+    for layer in range(config.first_dense, config.layers):
+        if (bias := weights.get(f"{layer}.router_bias")) is not None:
+            bias = bias.copy()
+            bias[-1] = 4
+            weights[f"{layer}.router_bias"] = bias
+        else:
+            router = weights[f"{layer}.router"].copy()
+            router[:, -1] *= 4
+            weights[f"{layer}.router"] = router
+
+
+def _outlier_channel(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """One channel of the residual stream is 2**7 times the others."""
+    channel = int(philox("outlier", seed).integers(config.hidden))
+    table = weights["embed"].copy()
+    table[:, channel] *= np.float32(2.0**7)
+    weights["embed"] = table
+
+
+REGIMES: dict[str, Change] = {
+    "ordinary": lambda config, seed, weights: None,
+    "tied-vocabulary": _tied_vocabulary,
+    "tied-experts": _tied_experts,
+    "negative-bias": _negative_bias,
+    "large-scores": _large_scores,
+    "tiny-latents": _tiny_latents,
+    "cold-router": _cold_router,
+    "hot-expert": _hot_expert,
+    "outlier-channel": _outlier_channel,
+}
+
+
+@lru_cache(maxsize=KEPT)
+def weights_for(config: Config, key: WeightsKey) -> dict[str, Array]:
+    """name -> read-only float32 tensor. Raises WeightsKeyError for an unknown regime, or for a checkpoint."""
+    if key.checkpoint:
+        raise WeightsKeyError(f"{key.checkpoint}: a checkpoint is opened by the engine or by spec.checkpoint, not seeded")
+    if key.regime not in REGIMES:
+        raise WeightsKeyError(f"there is no weights regime {key.regime!r}: choose one of {', '.join(REGIMES)}")
+    weights = random_weights(config, key.seed)
+    REGIMES[key.regime](config, key.seed, weights)
+    for value in weights.values():
+        value.setflags(write=False)
+    return weights
