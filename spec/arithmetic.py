@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Context, Decimal
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from typing import Any, TypeVar
@@ -237,11 +237,10 @@ def swiglu(gate: Float, up: Float) -> Float:
     return _settle(y, y * (2 * LIBM), redo)
 
 
-def _logistic(x: Fraction, factor: Fraction, context: Context) -> tuple[Decimal, Decimal]:
+def _logistic(x: Fraction, factor: Fraction, digits: int) -> tuple[Decimal, Decimal]:
     """factor / (1 + e^-x) and its error: five roundings, and e^-x moves by |x| relative errors of x."""
-    power = context.exp(as_decimal(-x, context))
-    value = context.divide(as_decimal(factor, context), context.add(Decimal(1), power))
-    return value, abs(value) * (8 + int(abs(x))) * Decimal(10) ** (1 - context.prec)
+    value = as_decimal(factor) / (1 + as_decimal(-x).exp())
+    return value, abs(value) * (8 + int(abs(x))) * Decimal(10) ** (1 - digits)
 
 
 @_quiet
@@ -323,20 +322,17 @@ def softmax(scores: Float, visible: Mask) -> Float:
     return _settle(y, y * (2 * LIBM + (y.shape[-1] + 136 + 8) * UNIT64), redo, visible)
 
 
-def _power_sum(exponents: list[Fraction], context: Context) -> tuple[Decimal, Decimal]:
-    """sum of e^x and the relative error: each power moves by |x| relative errors of x, each addition by one."""
-    total, spread = Decimal(0), 0
-    for x in exponents:
-        if x > -5000:  # e^-5000 < 10**-2000 of the largest term; the next line's error covers those left out
-            total = context.add(total, context.exp(as_decimal(x, context)))
-            spread = max(spread, int(abs(x)))
-    return total, (len(exponents) + spread + 8) * (Decimal(10) ** (1 - context.prec) + Decimal(10) ** -1900)
+def _power_sum(exponents: list[Fraction], digits: int) -> tuple[Decimal, Decimal]:
+    """sum of e^x and its relative error: each power moves by |x| relative errors of x, each addition by one."""
+    near = [x for x in exponents if x > -5000]  # the others add less than 10**-2000 of the largest power each
+    total = sum((as_decimal(x).exp() for x in near), Decimal(0))
+    spread = max((int(abs(x)) for x in near), default=0)
+    return total, (len(exponents) + spread + 8) * (Decimal(10) ** (1 - digits) + Decimal(10) ** -1900)
 
 
-def _inverse_power_sum(exponents: list[Fraction], context: Context) -> tuple[Decimal, Decimal]:
-    total, relative = _power_sum(exponents, context)
-    value = context.divide(Decimal(1), total)
-    return value, 2 * value * relative
+def _inverse_power_sum(exponents: list[Fraction], digits: int) -> tuple[Decimal, Decimal]:
+    total, relative = _power_sum(exponents, digits)
+    return 1 / total, 2 * relative / total
 
 
 @_quiet
@@ -368,12 +364,10 @@ def log_sum_exp(logits: Float) -> Float:
     return np.where(empty, np.float32(-np.inf), settled).reshape(logits.shape[:-1])
 
 
-def _shifted_log_power_sum(exponents: list[Fraction], shift: Fraction, context: Context) -> tuple[Decimal, Decimal]:
-    total, relative = _power_sum(exponents, context)
-    log = context.ln(total)
-    rounded_shift = as_decimal(shift, context)
-    value = context.add(rounded_shift, log)
-    return value, 2 * relative + (abs(log) + abs(rounded_shift) + abs(value)) * Decimal(10) ** (1 - context.prec)
+def _shifted_log_power_sum(exponents: list[Fraction], shift: Fraction, digits: int) -> tuple[Decimal, Decimal]:
+    total, relative = _power_sum(exponents, digits)
+    log, start = total.ln(), as_decimal(shift)
+    return start + log, 2 * relative + (abs(log) + abs(start) + abs(start + log)) * Decimal(10) ** (1 - digits)
 
 
 @_quiet

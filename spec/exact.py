@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from decimal import Context, Decimal
+from contextlib import AbstractContextManager
+from decimal import Context, Decimal, localcontext
 from fractions import Fraction
 from typing import Any
 
@@ -59,15 +60,17 @@ def exact_sum(values: Iterable[float]) -> Fraction:
     return total
 
 
-def nearest32_decimal(evaluate: Callable[[Context], tuple[Decimal, Decimal]]) -> float:
-    """The float32 nearest to a transcendental number. `evaluate(context)` gives (value, bound of its absolute error).
+def nearest32_decimal(evaluate: Callable[[int], tuple[Decimal, Decimal]]) -> float:
+    """The float32 nearest to a transcendental number. `evaluate(digits)` gives (value, bound of its absolute error) and runs
+    with that precision as the current decimal context.
 
     Precision doubles until the whole interval rounds to one float32 (Ziv). It ends because the callers' values are never
     midpoints of two float32. Raises ArithmeticError if it does not.
     """
     digits = 40
     while digits <= DIGITS_MAX:
-        value, error = evaluate(decimal_context(digits))
+        with precision(digits):
+            value, error = evaluate(digits)
         low, high = nearest32(Fraction(value) - Fraction(error)), nearest32(Fraction(value) + Fraction(error))
         if low == high:
             return low
@@ -75,8 +78,9 @@ def nearest32_decimal(evaluate: Callable[[Context], tuple[Decimal, Decimal]]) ->
     raise ArithmeticError(f"a value near {value:.20} is no clearer at {DIGITS_MAX} digits; it should never be a tie")
 
 
-def decimal_context(digits: int) -> Context:
-    return Context(prec=digits, Emin=-999999, Emax=999999, traps=[])
+def precision(digits: int) -> AbstractContextManager[Context]:
+    """Decimal operators and functions inside it round to `digits`: each has a relative error of at most 10**(1 - digits)."""
+    return localcontext(Context(prec=digits, Emin=-999999, Emax=999999, traps=[]))
 
 
 def two_sum(a: Wide, b: Wide) -> tuple[Wide, Wide]:
@@ -134,9 +138,9 @@ def as_fraction(value: Any) -> Fraction:
     return Fraction(float(value))
 
 
-def as_decimal(value: Fraction, context: Context) -> Decimal:
-    """The rational rounded to the precision of `context`: relative error at most 10**(1 - digits)."""
-    return context.divide(Decimal(value.numerator), Decimal(value.denominator))
+def as_decimal(value: Fraction) -> Decimal:
+    """The rational rounded to the current precision."""
+    return Decimal(value.numerator) / Decimal(value.denominator)
 
 
 def _power_of_two(exponent: int) -> Fraction:
