@@ -93,7 +93,8 @@ def _unite(source: Store, merged: Store) -> None:
 
 def _better(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """The row with the smaller case; the same whichever comes first."""
-    return min(a, b, key=lambda row: (not row["minimal"], len(row["case"]), row["case"], -row["last_seen"], row["capsule"] == ""))
+    best = min(a, b, key=lambda row: (not row["minimal"], len(row["case"]), row["case"], -row["last_seen"], row["capsule"] == ""))
+    return best | {"first_seen": min(a["first_seen"], b["first_seen"]), "last_seen": max(a["last_seen"], b["last_seen"])}
 
 
 def _settle(merged: Store) -> None:
@@ -109,14 +110,14 @@ def _settle(merged: Store) -> None:
             by_finding.setdefault(seen["finding_id"], []).append(seen)
     with merged.transaction() as database:
         for row in database.execute("SELECT finding_id, engine FROM findings").fetchall():
-            seen = [s for s in by_finding.get(row["finding_id"], []) if s["hits"] or s["reproduced"]]
-            if not seen:
+            met = [s for s in by_finding.get(row["finding_id"], []) if s["hits"] or s["reproduced"]]
+            if not met:
                 continue
-            seen.sort(key=lambda s: (runs[s["run_id"]]["started"], s["run_id"]))
-            first, last = runs[seen[0]["run_id"]], runs[seen[-1]["run_id"]]
+            met.sort(key=lambda s: (float(runs[s["run_id"]]["started"]), str(s["run_id"])))
+            first, last = runs[met[0]["run_id"]], runs[met[-1]["run_id"]]
             newest = last_campaign.get(row["engine"], (0.0, last["campaign"]))[1]
             status = status_of(database, row["finding_id"], later_campaign=newest != last["campaign"])
-            hits = sum(s["hits"] for s in seen)
+            hits = sum(s["hits"] for s in met)
             database.execute(
                 "UPDATE findings SET first_run = ?, last_run = ?, hits = ?, status = ? WHERE finding_id = ?",
                 (first["run_id"], last["run_id"], hits, status, row["finding_id"]),
