@@ -1,0 +1,314 @@
+"""The blocked engine's session: ragged batches through the layers, a paged cache, and its own decoding loops.
+
+Rows of one sequence form a span: they share a page table and a visibility mask. Dense products run over all rows at once,
+attention span by span, experts grouped by expert. Dimension letters as in points.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from impls.blocked import ops, tree
+from impls.blocked.cache import PagedCache, Slots
+from impls.blocked.points import Bool, Float, Int, Overrides, Points, with_overrides
+from spec.config import Config
+from spec.engine import Drafter, EngineError, Generation, Limits, Round, Rows, TapSink
+from spec.weights import Provider, checked
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The rows of one sequence in a batch."""
+
+    at: NDArray[np.int64]  # their indices in the batch
+    prefix_len: int
+    slots: Slots  # of all P + n rows, in logical order
+    seen: Bool  # [n, P + n]
+
+
+class BlockedSession:
+    """`spec.engine.Session` on float32 NumPy. Weights are copied at construction: the caller may overwrite its own."""
+
+    def __init__(self, config: Config, weights: Provider, overrides: Overrides) -> None:
+        self._config = config
+        self._overrides = overrides
+        self._points: Points = with_overrides(overrides)
+        p = self._points
+        self._weights: dict[str, Float] = {
+            name: np.array(p.operand(value), np.float32, order="C") for name, value in checked(config, weights)
+        }
+        self._head = self._weights["head"] if not config.tied else np.ascontiguousarray(p.operand(self._weights["embed"].T))
+        self._scale = np.float32(p.softmax_scale(config))
+        self._frequencies = p.rope_frequencies(config)
+        self._magnitude = p.rope_magnitude(config)
+        self._cache = PagedCache(p, config.layers, config.cache_dim, config.kv_rank)
+
+    # Rows
+
+    def forward(self, rows: Rows, want_logits: NDArray[np.bool_], taps: frozenset[str], sink: TapSink) -> Float:
+        """Logits [wanted, V]. Raises EngineError for tokens or parents out of range."""
+        self._check(rows)
+        spans, positions = self._spans(rows)
+        cos, sin = self._points.rope_tables(positions, self._frequencies, self._magnitude)
+
+        def emit(name: str, layer: int, value: NDArray[Any]) -> None:
+            if name in taps:
+                sink(name, layer, value)
+
+        stream = self._weights["embed"][rows.token]  # (T,N)
+        emit("embed", -1, stream)
+        for layer in range(self._config.layers):
+            stream = self._attention_block(layer, stream, spans, cos, sin, emit)
+            stream = self._feed_forward_block(layer, stream, emit)
+        return self._logits(stream, want_logits, emit)
+
+    def _check(self, rows: Rows) -> None:
+        if len(rows) == 0:
+            raise EngineError("a batch needs at least one row")
+        if rows.token.min() < 0 or rows.token.max() >= self._config.vocab:
+            raise EngineError(f"tokens must be between 0 and {self._config.vocab - 1}")
+        if rows.position.min() < 0:
+            raise EngineError("positions must not be negative")
+        numbers = np.arange(len(rows))
+        bad = (rows.parent < -1) | (rows.parent >= numbers) | ((rows.parent >= 0) & (rows.sequence[rows.parent] != rows.sequence))
+        if bad.any():
+            raise EngineError(f"parent of row {int(np.argmax(bad))} must be an earlier row of its sequence, or -1")
+
+    def _spans(self, rows: Rows) -> tuple[list[_Span], Int]:
+        """The spans in order of their first row, and the absolute positions of all rows [T]."""
+        spans = []
+        positions = np.empty(len(rows), np.int32)
+        for sequence in dict.fromkeys(rows.sequence.tolist()):
+            at = np.flatnonzero(rows.sequence == sequence)
+            prefix_len = self._cache.committed(sequence)
+            local = {row: node for node, row in enumerate(at.tolist())} | {-1: -1}
+            parents = [local[parent] for parent in rows.parent[at].tolist()]
+            node = np.arange(len(at), dtype=np.int32)
+            positions[at] = self._points.position(prefix_len, node, rows.position[at] - np.int32(prefix_len))
+            slots = self._cache.reserve(sequence, len(at))
+            spans.append(_Span(at, prefix_len, slots, self._points.visible(parents, prefix_len)))
+        return spans, positions
+
+    def _attention_block(self, layer: int, stream: Float, spans: Sequence[_Span], cos: Float, sin: Float, emit: TapSink) -> Float:
+        """stream + attention(norm(stream)), [T,N]."""
+        p, c = self._points, self._config
+        rows = len(stream)
+        x = self._norm(layer, "attn_norm", stream, emit)
+        if c.q_rank:
+            x_q = self._norm(layer, "q_a_norm", self._product(layer, "q_a", x, emit), emit)
+            q = p.gemm("q", x_q, self._of(layer, "q_b"))
+        else:
+            q = p.gemm("q", x, self._of(layer, "q"))
+        q = q.reshape(rows, c.heads, c.nope_dim + c.rope_dim)  # (T,H,n+D)
+        emit("q", layer, q)
+        kv = self._product(layer, "kv_a", x, emit)  # (T,R+D)
+        latent = ops.rms_norm(p, kv[:, : c.kv_rank], self._of(layer, "kv_a_norm"), p.norm_eps(c, "latent"))  # (T,R)
+        emit("latent", layer, latent)
+        half = c.rope_layout == "half"
+        q_rope = p.rotate("q", q[:, :, c.nope_dim :], cos, sin, half)  # (T,H,D)
+        emit("q_rope", layer, q_rope)
+        k_rope = p.rotate("k", kv[:, None, c.kv_rank :], cos, sin, half)[:, 0]  # (T,D)
+        emit("k_rope", layer, k_rope)
+        q_absorb = p.absorb(q[:, :, : c.nope_dim], self._of(layer, "w_kc"))  # (T,H,R)
+        emit("q_absorb", layer, q_absorb)
+        new_rows = np.concatenate([latent, k_rope], axis=1)  # (T,C)
+        o_latent = self._attend(layer, np.concatenate([q_absorb, q_rope], axis=2), new_rows, spans, emit)  # (T,H,R)
+        emit("o_latent", layer, o_latent)
+        o_heads = p.unabsorb(o_latent, self._of(layer, "w_vc"))  # (T,H,v)
+        emit("o_heads", layer, o_heads)
+        out = p.gemm("attn_out", o_heads.reshape(rows, c.heads * c.v_dim), self._of(layer, "o"))
+        emit("attn_out", layer, out)
+        stream = p.residual(stream, out)
+        emit("attn_residual", layer, stream)
+        return stream
+
+    def _attend(self, layer: int, q: Float, new_rows: Float, spans: Sequence[_Span], emit: TapSink) -> Float:
+        """Write the new cache rows, then attend span by span: q [T,H,C] -> [T,H,R]."""
+        p, c = self._points, self._config
+        keys_max = max(len(span.slots) for span in spans)
+        raw = np.zeros((*q.shape[:2], keys_max), np.float32)  # (T,H,S)
+        probs = np.zeros_like(raw)
+        out = np.empty((*q.shape[:2], c.kv_rank), np.float32)
+        for span in spans:
+            self._cache.store[layer, span.slots[span.prefix_len :]] = new_rows[span.at]
+            keys = self._cache.store[layer, span.slots]  # (S,C)
+            scores = ops.scores(p, q[span.at], keys, self._scale)
+            weights = ops.softmax(p, scores, span.seen, span.prefix_len)
+            out[span.at] = ops.o_latent(p, weights, keys[:, : c.kv_rank])
+            raw[span.at, :, : len(keys)] = scores
+            probs[span.at, :, : len(keys)] = weights
+        emit("scores", layer, raw)
+        emit("probs", layer, probs)
+        return out
+
+    def _feed_forward_block(self, layer: int, stream: Float, emit: TapSink) -> Float:
+        """stream + feed_forward(norm(stream)), [T,N]."""
+        x = self._norm(layer, "ffn_norm", stream, emit)
+        if self._config.is_dense(layer):
+            out = self._gated(layer, "", x, emit)
+        else:
+            out = self._mixture(layer, x, emit)
+            emit("ffn_out", layer, out)
+        stream = self._points.residual(stream, out)
+        emit("ffn_residual", layer, stream)
+        return stream
+
+    def _gated(self, layer: int, prefix: str, x: Float, emit: TapSink) -> Float:
+        """down(silu(gate(x)) * up(x)) of the dense block (prefix "") or of the shared expert ("shared_")."""
+        gate = self._product(layer, f"{prefix}gate", x, emit)
+        up = self._product(layer, f"{prefix}up", x, emit)
+        act = self._points.swiglu(gate, up)
+        emit(f"{prefix}act", layer, act)
+        name = f"{prefix}out" if prefix else "ffn_out"
+        out = self._points.gemm(name, act, self._of(layer, f"{prefix}down"))
+        emit(name, layer, out)
+        return out
+
+    def _mixture(self, layer: int, x: Float, emit: TapSink) -> Float:
+        """Routed experts and the shared one, [T,N]."""
+        p, c = self._points, self._config
+        logits = p.gemm("router_logits", x, self._of(layer, "router"))
+        emit("router_logits", layer, logits)
+        scores = ops.router_scores(p, logits, c.scoring == "softmax")
+        emit("router_scores", layer, scores)
+        bias = self._of(layer, "router_bias") if c.scoring == "sigmoid" else np.zeros(c.experts, np.float32)
+        ids, weights = ops.route(
+            p, scores, bias, top_k=c.top_k, groups=c.groups, top_groups=c.top_groups, group_score_max=c.group_score == "max",
+            norm_top_k=c.norm_top_k, routed_scale=c.routed_scale, denominator_eps=c.denominator_eps,
+        )  # fmt: skip
+        emit("expert_ids", layer, ids)
+        emit("expert_weights", layer, weights)
+        routed = ops.experts(p, x, ids, *(self._of(layer, f"expert_{name}") for name in ("gate", "up", "down")))
+        for name, value in routed.items():
+            emit(f"expert_{name}", layer, value)
+        shared = self._gated(layer, "shared_", x, emit) if c.shared_experts else np.zeros_like(x)
+        return p.combine(weights, routed["out"], p.shared_output(shared))
+
+    def _logits(self, stream: Float, want_logits: NDArray[np.bool_], emit: TapSink) -> Float:
+        p, c = self._points, self._config
+        x = ops.rms_norm(p, stream, self._weights["norm"], p.norm_eps(c, "final_norm"))
+        emit("final_norm", c.layers, x)
+        logits = p.gemm("logits", x[p.wanted_rows(want_logits)], self._head)
+        emit("logits", c.layers, logits)
+        emit("argmax", c.layers, p.argmax(logits))
+        return logits
+
+    def _of(self, layer: int, name: str) -> Float:
+        return self._weights[f"{layer}.{name}"]
+
+    def _product(self, layer: int, name: str, x: Float, emit: TapSink) -> Float:
+        out = self._points.gemm(name, x, self._of(layer, name))
+        emit(name, layer, out)
+        return out
+
+    def _norm(self, layer: int, name: str, x: Float, emit: TapSink) -> Float:
+        out = ops.rms_norm(self._points, x, self._of(layer, name), self._points.norm_eps(self._config, name))
+        emit(name, layer, out)
+        return out
+
+    # Cache
+
+    def commit(self, sequence: int, path: Int) -> None:
+        """K1-K3. Raises EngineError for a path that does not ascend within the pending rows."""
+        self._cache.commit(sequence, path.tolist())
+
+    def cache_rows(self, sequence: int, layer: int) -> Float:
+        return self._cache.rows(sequence, layer)
+
+    def evict(self, sequence: int) -> None:
+        self._cache.evict(sequence)
+
+    def fork(self, source: int, target: int) -> None:
+        self._cache.fork(source, target)
+
+    def free_slots(self) -> int:
+        return self._cache.free_slots()
+
+    def close(self) -> None:
+        self._weights.clear()
+
+    # Loops
+
+    def generate(self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits) -> list[Generation]:
+        """The engine's own loop on a cache of its own; without a drafter every tree is its root alone."""
+        if any(len(prompt) == 0 for prompt in prompts):
+            raise EngineError("a prompt needs at least one token")
+        inner = BlockedSession(self._config, self._weights.__getitem__, self._overrides)
+        streams = [_Stream(number, prompt.tolist(), limits) for number, prompt in enumerate(prompts)]
+        if limits.max_new > 0 and streams:
+            inner._prefill(streams)
+        while active := [stream for stream in streams if stream.end is None]:
+            inner._round(active, drafter, budget)
+        return [stream.generation(drafter is not None) for stream in streams]
+
+    def _prefill(self, streams: Sequence[_Stream]) -> None:
+        choices = self._choose([(s.number, s.history, list(range(-1, len(s.history) - 1)), list(range(len(s.history)))) for s in streams])
+        for stream, choice in zip(streams, choices, strict=True):
+            self._cache.commit(stream.number, range(len(stream.history)))
+            stream.emit(self._points, [choice[-1]])
+
+    def _round(self, streams: Sequence[_Stream], drafter: Drafter | None, budget: int) -> None:
+        """One tree of each stream in one batch, then acceptance and commit."""
+        p = self._points
+        trees = [self._draft(stream, drafter, budget) for stream in streams]
+        batch = []
+        for stream, draft in zip(streams, trees, strict=True):
+            prefix_len = len(stream.history) - 1
+            batch.append((stream.number, draft.tokens, draft.parents, [prefix_len + depth for depth in draft.depths]))
+        for stream, draft, target in zip(streams, trees, self._choose(batch), strict=True):
+            path, bonus = tree.accept(p, draft.tokens, draft.parents, target)
+            stream.rounds.append(Round(tuple(draft.tokens), tuple(draft.parents), tuple(path), bonus))
+            fresh = stream.emit(p, p.emitted(path, draft.tokens, bonus))
+            self._cache.commit(stream.number, path[:fresh])
+
+    def _draft(self, stream: _Stream, drafter: Drafter | None, budget: int) -> tree.DraftTree:
+        root = stream.history[-1]
+        if drafter is None:
+            return tree.DraftTree([root], [-1], [0])
+        p = self._points
+        logits = drafter.draft(stream.number, np.array(p.draft_history(stream.history), np.int32))
+        return tree.best_first_tree(p, *tree.draft_table(p, logits, budget), budget, root)
+
+    def _choose(self, batch: Sequence[tuple[int, list[int], list[int], list[int]]]) -> list[list[int]]:
+        """The argmax of every row, per sequence. batch: (sequence, tokens, parents, positions) of each."""
+        sizes = [len(tokens) for _, tokens, _, _ in batch]
+        starts = np.cumsum([0, *sizes])
+        parents = [np.where(np.array(own) < 0, -1, np.array(own) + start) for (_, _, own, _), start in zip(batch, starts, strict=False)]
+        rows = Rows(
+            sequence=np.repeat(np.array([number for number, _, _, _ in batch], np.int32), sizes),
+            token=np.concatenate([np.array(tokens, np.int32) for _, tokens, _, _ in batch]),
+            position=np.concatenate([np.array(positions, np.int32) for _, _, _, positions in batch]),
+            parent=np.concatenate(parents).astype(np.int32),
+        )
+        logits = self.forward(rows, np.ones(len(rows), np.bool_), frozenset(), lambda name, layer, value: None)
+        choice = self._points.argmax(logits).tolist()
+        return [choice[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
+class _Stream:
+    """One sequence of a loop: the cache holds all of `history` but its last token, the root. `end`: emitted tokens once it is done."""
+
+    def __init__(self, number: int, prompt: list[int], limits: Limits) -> None:
+        self.number = number
+        self.history = prompt
+        self.prompt_len = len(prompt)
+        self.limits = limits
+        self.rounds: list[Round] = []
+        self.end: int | None = 0 if limits.max_new <= 0 else None
+
+    def emit(self, p: Points, tokens: Sequence[int]) -> int:
+        """Append what a round emits, cut at the end of the stream (A4); how many tokens were kept."""
+        before = len(self.history)
+        self.history.extend(tokens)
+        self.end = p.stream_end(self.history[self.prompt_len :], len(tokens), self.limits)
+        if self.end is not None:
+            del self.history[self.prompt_len + self.end :]
+        return len(self.history) - before
+
+    def generation(self, with_rounds: bool) -> Generation:
+        return Generation(tuple(self.history[self.prompt_len :]), tuple(self.rounds) if with_rounds else ())
