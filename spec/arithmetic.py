@@ -44,6 +44,22 @@ GATHER_MAX = 1 << 20  # float64 elements gathered at once when dots are redone: 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class NotIEEE(ArithmeticError):
+    """This process does not compute in IEEE 754 with round to nearest; the message names what it does instead."""
+
+
+def check_environment() -> None:
+    """Raises NotIEEE where subnormals are flushed or the rounding mode is not to nearest.
+
+    A library built with -ffast-math can switch the calling thread to flush-to-zero at load time.
+    """
+    if np.array([2.0**-149]).astype(np.float32).view(np.int32)[0] != 1 or (np.array([2.0**-126], np.float32) * np.float32(0.5))[0] == 0:
+        raise NotIEEE("this thread flushes subnormal numbers to zero: look for a library loaded before, built with -ffast-math")
+    one, below_half, tie = np.array([1.0, -1.0]), 0.75 * 2.0**-52, 2.0**-53
+    if (one * (1 + below_half) != one * (1 + 2.0**-52)).any() or (one + one * tie != one).any():
+        raise NotIEEE("float64 does not round to nearest in this thread: something has changed the rounding mode")
+
+
 def _quiet(function: Function) -> Function:
     """Overflow to infinity and NaN are results here, not accidents."""
     return np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")(function)
@@ -71,13 +87,22 @@ class Prepared:
 
 
 def prepare(matrix: Float) -> Prepared:
-    wide = matrix.astype(np.float64)
+    return prepare_wide(matrix, matrix.astype(np.float64))
+
+
+def prepare_wide(matrix: Float, wide: Wide) -> Prepared:
+    """For a caller who keeps the float64 copy, `wide`, of a matrix that grows."""
     return Prepared(matrix, wide, np.sqrt(_column_squares(wide)) * _dot_factor(matrix.shape[-2]))
 
 
 def prepare_joined(*matrices: Float) -> Prepared:
     """[K, N1], [K, N2], ... side by side: one product instead of several; the bits of each column stay what they are."""
     return prepare(np.concatenate(matrices, axis=-1))
+
+
+def row_bounds(wide: Wide) -> Wide:
+    """The column bounds of `wide` transposed: [S, K] -> [S]."""
+    return np.sqrt(np.vecdot(wide, wide)) * _dot_factor(wide.shape[-1])
 
 
 @_quiet
