@@ -17,7 +17,7 @@ from campaigns.isolation.chain import TreeJob
 from campaigns.operands import OPERANDS, REGIMES, Recipe, grid_logits, values
 from campaigns.plan import session_script
 from campaigns.weights import weights_for
-from spec.ops import RECORDS
+from spec.ops import OPS
 from spec.record import Op, shape, size
 from spec.script import OpCall
 from spec.weights import philox
@@ -58,9 +58,9 @@ def tree_job(case: TreeCase) -> TreeJob:
 
 
 def record_of(op: str) -> Op:
-    if op not in RECORDS:
-        raise CaseError(f"there is no operation {op!r}: choose one of {', '.join(sorted(RECORDS))}")
-    return RECORDS[op]
+    if op not in OPS:
+        raise CaseError(f"there is no operation {op!r}: choose one of {', '.join(sorted(OPS))}")
+    return OPS[op]
 
 
 def params_of(record: Op, case: OpCase) -> dict[str, int | float]:
