@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_samples import finding, new_run
 
 from reports.merge import merge
 from reports.store import Store, StoreError
-from store_samples import finding, new_run
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_samples import example, finding, new_run, part_files
 
 from reports import parts, writer
 from reports.schema import FINDINGS, MUTATION, RUNS, TRIALS
 from reports.store import Store, StoreError, finding_id
-from store_samples import example, finding, new_run, part_files
 
 
 @pytest.fixture
