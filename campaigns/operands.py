@@ -235,7 +235,7 @@ def _o_heads(r: Recipe) -> Inputs:
 
 
 def _tree_attention(r: Recipe) -> Inputs:
-    rows, heads, keys, width = r["T"], r["H"], r["S"], r["R"] + r["D"]
+    rows, heads, keys, width = r["T"], r["H"], r["S"], r["C"]
     rng = r.rng("visible")
     if keys >= rows and rng.random() < 0.6:  # a prefix and one tree
         seen = np.zeros((rows, keys), np.uint8)

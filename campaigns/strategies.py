@@ -65,9 +65,9 @@ def _scores(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
 
 
 def _tree_attention(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
-    dims = {"T": draw(_one_of(_ROWS, size)), "H": draw(_one_of(_FEW[:5], size)), "R": draw(_one_of(_WIDE[:14], size))}
-    dims |= {"D": draw(st.sampled_from((2, 4, 8))), "S": draw(_one_of(_KEYS, size))}
-    return dims, {"kv_rank": dims["R"], "scale": draw(st.sampled_from((1.0, 0.125, 0.2236068)))}
+    rank = draw(_one_of(_WIDE[:14], size))
+    dims = {"T": draw(_one_of(_ROWS, size)), "H": draw(_one_of(_FEW[:5], size)), "S": draw(_one_of(_KEYS, size))}
+    return dims | {"C": rank + draw(st.sampled_from((2, 4, 8)))}, {"kv_rank": rank, "scale": draw(st.sampled_from((1.0, 0.125, 0.2236068)))}
 
 
 def _router_scores(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:

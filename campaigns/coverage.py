@@ -1,0 +1,113 @@
+"""Which input regions a campaign reached: a case to its cells (region, value). BUGZOO section 2 numbers the regions.
+
+Every cell that should be reached is declared once per run with zero trials, so that a region that no case entered is a row of the
+coverage table and not a silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from campaigns.case import Case, OpCase, SessionCase, TreeCase
+from campaigns.operands import REGIMES
+from campaigns.plan import tree_parents
+from campaigns.strategies import OP_SHAPES, in_frozen_mix
+from campaigns.weights import REGIMES as WEIGHT_REGIMES
+
+Cell = tuple[str, str]
+
+TILE = 16  # the smallest tile of common kernels; its neighbours are the off-boundary sizes
+SIZE_WORDS = ("T", "K", "N", "S", "V", "M", "E")
+
+
+def cells(case: Case) -> set[Cell]:
+    return set(_cells(case))
+
+
+def declared() -> set[Cell]:
+    """Cells that a check of an engine with all capabilities is meant to reach."""
+    out: set[Cell] = {("op", op) for op in OP_SHAPES} | {("regime", regime) for regime in REGIMES}
+    out |= {("weights", regime) for regime in WEIGHT_REGIMES}
+    out |= {("size mod 16", word) for word in ("0", "1", "15", "other", "below")}
+    out |= {("tree shape", shape) for shape in ("empty", "chain", "star", "branching")}
+    out |= {("accepted path", word) for word in ("root only", "whole spine", "first branch", "another branch")}
+    out |= {("rounds", word) for word in ("1", "2", "3")} | {("sequences", word) for word in ("1", "2", "3")}
+    out |= {("prompt length", word) for word in ("1", "unequal", "2 to 16", "above 16")}
+    out |= {("draft ties", word) for word in ("integers", "grid", "none")} | {("draft candidates", word) for word in ("all", "some -inf", "row of -inf")}
+    out |= {("budget", word) for word in ("0", "1", "below the paths", "above the paths")}
+    out |= {("loop", word) for word in ("none", "random", "noisy", "table", "chain")} | {("stop token", word) for word in ("declared", "none")}
+    out |= {("coincidence broken", word) for word in ("rope_dim", "groups", "yarn", "routed_scale", "q_rank", "tied", "scoring", "latent_eps")}
+    return out | {("batch", word) for word in ("mixed", "apart", "chunked prefill")} | {("frozen mix", "yes")}
+
+
+def _cells(case: Case) -> Iterator[Cell]:
+    for hazard in getattr(case, "hazards", ()):
+        yield "hazard", hazard
+    if isinstance(case, OpCase):
+        yield "op", case.op
+        yield "regime", case.regime
+        for word, value in case.dims:
+            if word in SIZE_WORDS:
+                yield "size mod 16", _beside_tile(value)
+    elif isinstance(case, TreeCase):
+        paths = sum(case.vocab**depth for depth in range(1, min(case.depth, 4) + 1))
+        yield "budget", str(case.budget) if case.budget < 2 else "below the paths" if case.budget < paths else "above the paths"
+        yield "draft ties", "integers" if case.grid == 0 else "grid" if case.grid > 0 else "none"
+        yield "draft candidates", "all" if not case.minus_infinity else "some -inf" if case.minus_infinity < case.vocab else "row of -inf"
+    elif isinstance(case, SessionCase):
+        yield from _session_cells(case)
+
+
+def _session_cells(case: SessionCase) -> Iterator[Cell]:
+    yield "preset", case.preset
+    yield "weights", case.regime
+    for name, _ in case.overrides:
+        yield "coincidence broken", name
+    yield "rounds", str(len(case.rounds))
+    yield "sequences", str(len(case.prompts))
+    yield "batch", "mixed" if case.mixed else "apart"
+    if case.chunk:
+        yield "batch", "chunked prefill"
+    lengths = {length for length, _ in case.prompts}
+    for length in lengths:
+        yield "prompt length", "1" if length == 1 else "2 to 16" if length <= TILE else "above 16"
+    if len(lengths) > 1:
+        yield "prompt length", "unequal"
+    for trees in case.rounds:
+        for tree in trees[: len(case.prompts)]:
+            parents = tree_parents(tree).tolist()
+            yield "tree shape", _shape(parents)
+            yield "accepted path", _path(parents, [hit for _, hit in tree])
+    if case.generate is not None:
+        yield "loop", case.generate.drafter
+        yield "stop token", "declared" if case.generate.stop_at >= 0 else "none"
+    if in_frozen_mix(case):
+        yield "frozen mix", "yes"
+
+
+def _beside_tile(value: int) -> str:
+    if value < TILE - 1:
+        return "below"
+    return {0: "0", 1: "1", TILE - 1: "15"}.get(value % TILE, "other")
+
+
+def _shape(parents: list[int]) -> str:
+    if len(parents) == 1:
+        return "empty"
+    if all(parent == node - 1 for node, parent in enumerate(parents)):
+        return "chain"
+    return "star" if not any(parents[1:]) else "branching"
+
+
+def _path(parents: list[int], hits: list[int]) -> str:
+    path = [0]
+    first_child = True
+    for node in range(1, len(parents)):
+        if parents[node] == path[-1] and hits[node - 1]:
+            first_child &= parents.index(path[-1]) == node
+            path.append(node)
+    if len(path) == 1:
+        return "root only"
+    if not first_child:
+        return "another branch"
+    return "whole spine" if path[-1] not in parents else "first branch"

@@ -1,0 +1,560 @@
+"""python repro.py: run the smallest failing case of this folder on its engine. Exit 1: it fails again, 0: it does not, 4: the engine cannot be loaded.
+
+Needs NumPy and the engine, nothing of paritree. Inputs, weights, the wrong value and what it should be are in arrays.safetensors beside this
+file; nothing there is executed. The engine runs in a child process, so that a crash or a hang is an answer as well.
+
+    python repro.py [--engine PATH.so | MODULE:ATTRIBUTE] [--timeout SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+TIMEOUT_S = 60.0
+POISON_FLOAT_BITS, POISON_INT, POISON_BYTE = 0x7FC0DEAD, -7777777, 0xA5
+GUARD_BYTES = 4 * 64
+NOT_LOADABLE, FAILS_AGAIN, PASSES = 4, 1, 0
+DTYPES = {"F32": np.float32, "I32": np.int32, "U8": np.uint8, "BOOL": np.bool_}
+
+
+class NotLoadable(Exception):
+    """The engine cannot be loaded; the message says why and what to do."""
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(tensors, metadata). Raises SystemExit(2) with one sentence for a file that is cut or is none."""
+    raw = path.read_bytes() if path.exists() else b""
+    try:
+        (length,) = struct.unpack("<Q", raw[:8])
+        header = json.loads(raw[8 : 8 + length])
+        tensors = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, stop = (8 + length + offset for offset in entry["data_offsets"])
+            if stop > len(raw):
+                raise ValueError("cut")
+            tensors[name] = np.frombuffer(raw[start:stop], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        return tensors, json.loads(header["__metadata__"]["paritree"])
+    except (ValueError, KeyError, struct.error) as problem:
+        print(f"{path}: damaged or cut ({problem}); take the capsule from its store again", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine", help="another build or class than the recorded one")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds until the engine counts as hung")
+    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    tensors, plan = read_safetensors(HERE / "arrays.safetensors")
+    if options.engine:
+        plan["engine"] = located(options.engine)
+    if options.inner:
+        try:
+            return run(plan, tensors)
+        except NotLoadable as problem:
+            print(f"the engine cannot be loaded: {problem}", file=sys.stderr)
+            return NOT_LOADABLE
+    command = [sys.executable, str(Path(__file__).resolve()), "--inner", *(["--engine", options.engine] if options.engine else [])]
+    print(f"{plan['finding']['message']}", flush=True)
+    try:
+        code = subprocess.run(command, timeout=options.timeout).returncode
+    except subprocess.TimeoutExpired:
+        print(f"fails again: no answer within {options.timeout:g} s")
+        return FAILS_AGAIN
+    if code < 0:
+        print(f"fails again: the engine ended the process with signal {-code}")
+        return FAILS_AGAIN
+    return code
+
+
+def located(engine: str) -> dict[str, Any]:
+    if engine.endswith((".so", ".dylib", ".dll")):
+        return {"kind": "abi", "path": os.path.abspath(engine)}
+    module, _, attribute = engine.partition(":")
+    return {"kind": "python", "module": module, "attribute": attribute, "arguments": []}
+
+
+def run(plan: Mapping[str, Any], tensors: Mapping[str, Any]) -> int:
+    """Every step up to the guilty one, then the comparison."""
+    engine = load(plan["engine"])
+    session = None
+    check = plan["check"]
+    observed: list[Any] = []
+    for number, step in enumerate(plan["steps"]):
+        guilty = number == check["step"]
+        try:
+            if step["do"] == "op":
+                value = run_op(engine, step, tensors)
+                if check["what"] == "flaky" and guilty:
+                    again = run_op(engine, step, tensors)
+                    return verdict(any(value[n].tobytes() != again[n].tobytes() for n in value), "two equal calls differ")
+            else:
+                session = session or engine.open(config_of(plan), lambda name: tensors[f"weight.{name}"])
+                value = run_step(session, step, tensors, plan)
+        except Broken as problem:
+            return verdict(True, str(problem))
+        except Exception as problem:
+            if not guilty and check["what"] != "failure":
+                print(f"step {number + 1} ({step['do']}) raised {type(problem).__name__}: {problem}")
+            return verdict(True, f"{type(problem).__name__}: {problem}")
+        observed.append(value)
+        if guilty:
+            return compared(check, value)
+    return verdict(False, "the engine ran every step")
+
+
+def compared(check: Mapping[str, Any], value: Any) -> int:
+    """The named element against what it should be."""
+    if check["what"] in ("failure", "flaky"):
+        return verdict(False, "the engine answered")
+    key = check["name"] if check["layer"] is None else f"{check['name']}@{check['layer']}"
+    if key not in value:
+        return verdict(True, f"{key} is missing from the answer")
+    array = np.asarray(value[key])
+    index = tuple(check["index"])
+    if len(index) != array.ndim or any(i >= extent for i, extent in zip(index, array.shape, strict=True)):
+        return verdict(check["found_is_missing"], f"{key} has shape {list(array.shape)}, without an element {list(index)}")
+    found = float(array[index])
+    expected, bound = float(check["expected"]), float(check["bound"])
+    wrong = not np.isfinite(found) if np.isfinite(expected) and not np.isfinite(found) else abs(found - expected) > bound
+    if check["decision"]:  # a decision without one expected number: wrong as long as the engine says the same
+        wrong = found == float(check["found"])
+    return verdict(bool(wrong), f"{key}{list(index)} is {found!r}, but should be {expected!r} within {bound:.3g}")
+
+
+def verdict(fails: bool, sentence: str) -> int:
+    print(("fails again: " if fails else "does not fail: ") + sentence, flush=True)
+    return FAILS_AGAIN if fails else PASSES
+
+
+# ---- running steps -------------------------------------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    """An answer of the wrong kind: a write outside the output, a changed input."""
+
+
+def run_op(engine: Any, step: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    hazards = set(step["hazards"])
+    inputs = {name: placed(tensors[key], hazards) for name, key in step["inputs"].items()}
+    buffers, outputs = {}, {}
+    for name, (shape, dtype) in step["outputs"].items():
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        guard = GUARD_BYTES * (64 if "guard" in hazards else 1)
+        buffer = np.full(guard + size + guard, POISON_BYTE, np.uint8)
+        outputs[name] = buffer[guard : guard + size].view(dtype).reshape(shape)
+        poison(outputs[name])
+        buffers[name] = (buffer, guard)
+    engine.run_op(step["op"], dict(inputs), dict(step["params"]), dict(outputs))
+    for name, (buffer, guard) in buffers.items():
+        if (buffer[:guard] != POISON_BYTE).any() or (buffer[-guard:] != POISON_BYTE).any():
+            raise Broken(f"{step['op']} wrote outside output {name!r}")
+    for name, key in step["inputs"].items():
+        if inputs[name].tobytes() != tensors[key].tobytes():
+            raise Broken(f"{step['op']} changed its input {name!r}")
+        if "freed" in hazards:
+            inputs[name].flags.writeable = True
+            poison(inputs[name])
+    return {name: output.copy() for name, output in outputs.items()}
+
+
+def poison(array: Any) -> None:
+    if array.dtype == np.float32:
+        array[...] = np.array(POISON_FLOAT_BITS, np.uint32).view(np.float32)
+    else:
+        array[...] = POISON_INT if array.dtype.itemsize > 1 else POISON_BYTE
+
+
+def placed(source: Any, hazards: set[str]) -> Any:
+    """A private read-only copy: between margins of poison, or a strided view, as the case says."""
+    if "views" in hazards and source.ndim:
+        wide = np.zeros((*source.shape[:-1], source.shape[-1] + 3), source.dtype)
+        poison(wide)
+        copy = wide[..., : source.shape[-1]]
+    else:
+        flat = np.zeros(source.size + 128, source.dtype)
+        poison(flat)
+        copy = flat[64 : 64 + source.size].reshape(source.shape)
+    copy[...] = source
+    copy.flags.writeable = False
+    return copy
+
+
+def run_step(session: Any, step: Mapping[str, Any], tensors: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer as name -> array; taps are called name@layer."""
+    kind = step["do"]
+    if kind == "forward":
+        rows = rows_of({word: tensors[f"{step['rows']}.{word}"].copy() for word in ("sequence", "token", "position", "parent")})
+        taps: dict[str, Any] = {}
+
+        def sink(name: str, layer: int, array: Any) -> None:
+            taps[f"{name}@{layer}"] = np.array(array)
+
+        want = tensors[f"{step['rows']}.want"].astype(np.bool_)
+        logits = session.forward(rows, want, frozenset(plan["taps"]), sink)
+        return taps | {"logits": np.array(logits)}
+    if kind == "commit":
+        session.commit(step["sequence"], tensors[step["path"]].copy())
+    elif kind == "cache_rows":
+        return {"cache": np.stack([np.array(session.cache_rows(step["sequence"], layer)) for layer in range(plan["config"]["layers"])])}
+    elif kind == "evict":
+        session.evict(step["sequence"])
+    elif kind == "fork":
+        session.fork(step["source"], step["target"])
+    elif kind == "generate":
+        prompts = [tensors[name].copy() for name in step["prompts"]]
+        limits = limits_of(step["max_new"], tuple(step["stop_tokens"]))
+        out = session.generate(prompts, drafter_of(step, tensors), step["budget"], limits)
+        answer: dict[str, Any] = {}
+        for number, generation in enumerate(out):
+            answer[f"tokens {number}"] = np.array(generation.tokens, np.int64)
+            for index, one in enumerate(generation.rounds):
+                for word in ("tokens", "parents", "path"):
+                    answer[f"{word} {number}.{index}"] = np.array(getattr(one, word), np.int64)
+                answer[f"bonus {number}.{index}"] = np.array([one.bonus], np.int64)
+        return answer
+    return {}
+
+
+def rows_of(arrays: dict[str, Any]) -> Any:
+    try:
+        from spec.engine import Rows
+
+        return Rows(**arrays)
+    except ImportError:
+        return _Rows(**arrays)
+
+
+class _Rows(SimpleNamespace):
+    def __len__(self) -> int:
+        return len(self.token)
+
+
+def limits_of(max_new: int, stop_tokens: tuple[int, ...]) -> Any:
+    try:
+        from spec.engine import Limits
+
+        return Limits(max_new, stop_tokens)
+    except ImportError:
+        return SimpleNamespace(max_new=max_new, stop_tokens=stop_tokens)
+
+
+def config_of(plan: Mapping[str, Any]) -> Any:
+    try:
+        from spec.config import from_json
+
+        return from_json(plan["config"])
+    except ImportError:
+        c = SimpleNamespace(**plan["config"], **{"cache_dim": plan["config"]["kv_rank"] + plan["config"]["rope_dim"]})
+        c.yarn = SimpleNamespace(**c.yarn) if c.yarn else None
+        c.latent_norm_eps, c.softmax_scale = plan["parameters"]["latent_eps"], plan["parameters"]["softmax_scale"]
+        c.is_dense = lambda layer: layer < c.first_dense
+        c.parameters = plan["parameters"]
+        return c
+
+
+def drafter_of(step: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
+    """The recorded drafts, by sequence and history; zeros for a history that was never met."""
+    if not step["drafts"]:
+        return None
+    table = {(entry["sequence"], tuple(entry["history"])): tensors[entry["logits"]] for entry in step["drafts"]}
+    shape = next(iter(table.values())).shape
+
+    class Recorded:
+        block_len = shape[0]
+        vocab = shape[1]
+
+        def draft(self, sequence: int, history: Any) -> Any:
+            return table.get((int(sequence), tuple(int(t) for t in history)), np.zeros(shape, np.float32)).copy()
+
+    return Recorded()
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------------------------
+
+
+def load(engine: Mapping[str, Any]) -> Any:
+    if engine["kind"] == "abi":
+        return Library(engine["path"])
+    sys.path[:0] = [os.getcwd(), *(path for path in engine.get("search", []) if path not in sys.path)]
+    try:
+        target: Any = importlib.import_module(engine["module"])
+        for word in filter(None, engine["attribute"].split(".")):
+            target = getattr(target, word)
+        return target(*engine["arguments"]) if callable(target) else target
+    except Exception as problem:
+        raise NotLoadable(f"{engine['module']}:{engine['attribute']}: {type(problem).__name__}: {problem}; is it on PYTHONPATH?") from problem
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class Number(ctypes.Union):
+    _fields_ = [("i", ctypes.c_int64), ("d", ctypes.c_double)]
+
+
+class Param(ctypes.Structure):
+    _fields_ = [("key", ctypes.c_char_p), ("kind", ctypes.c_int32), ("reserved", ctypes.c_int32), ("value", Number)]
+
+
+class Params(ctypes.Structure):
+    _fields_ = [("items", ctypes.POINTER(Param)), ("count", ctypes.c_int64)]
+
+
+class NamedTensor(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("tensor", DLTensor)]
+
+
+class OpCall(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32), ("synchronised", ctypes.c_int32), ("op", ctypes.c_char_p),
+        ("inputs", ctypes.POINTER(NamedTensor)), ("input_count", ctypes.c_int64), ("params", Params),
+        ("outputs", ctypes.POINTER(NamedTensor)), ("output_count", ctypes.c_int64), ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_uint64), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("stream", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+WEIGHT_FN = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(DLTensor))
+
+
+class OpenArgs(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32), ("reserved", ctypes.c_uint32), ("config", Params), ("weight", WEIGHT_FN),
+        ("weight_user", ctypes.c_void_p), ("weights_path", ctypes.c_char_p), ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32), ("stream", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+class Tap(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32), ("layer", ctypes.c_int32), ("name", ctypes.c_char_p), ("tensor", DLTensor),
+        ("handoff", ctypes.c_int32), ("partial_sum", ctypes.c_int32), ("shard_axis", ctypes.c_int32),
+        ("shard_reserved", ctypes.c_int32), ("shard_start", ctypes.c_int64), ("shard_of", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+TAP_FN = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(Tap))
+INT32 = ctypes.POINTER(ctypes.c_int32)
+
+
+class ForwardArgs(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32), ("synchronised", ctypes.c_int32), ("row_count", ctypes.c_int64), ("sequence", INT32),
+        ("token", INT32), ("position", INT32), ("parent", INT32), ("want_logits", ctypes.POINTER(ctypes.c_uint8)),
+        ("logits", ctypes.POINTER(DLTensor)), ("taps", ctypes.c_char_p), ("tap", TAP_FN), ("tap_user", ctypes.c_void_p),
+        ("first_layer", ctypes.c_int64), ("hidden", ctypes.POINTER(DLTensor)), ("stream", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+DRAFT_FN = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, INT32, ctypes.c_int64, ctypes.POINTER(ctypes.c_float))
+
+
+class Emission(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32), ("sequence", ctypes.c_int32), ("tokens", INT32), ("token_count", ctypes.c_int64),
+        ("node_tokens", INT32), ("node_parents", INT32), ("node_count", ctypes.c_int64), ("path", INT32),
+        ("path_count", ctypes.c_int64), ("bonus", ctypes.c_int32), ("reserved", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+EMIT_FN = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(Emission))
+
+
+class GenerateArgs(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32), ("reserved", ctypes.c_uint32), ("prompt_count", ctypes.c_int64), ("prompts", ctypes.POINTER(INT32)),
+        ("prompt_lengths", ctypes.POINTER(ctypes.c_int64)), ("draft", DRAFT_FN), ("draft_user", ctypes.c_void_p),
+        ("block_len", ctypes.c_int64), ("budget", ctypes.c_int64), ("max_new", ctypes.c_int64), ("stop_tokens", INT32),
+        ("stop_count", ctypes.c_int64), ("emit", EMIT_FN), ("emit_user", ctypes.c_void_p), ("stream", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+CODES = {"f": 2, "i": 0, "u": 1, "b": 1}
+
+
+def dltensor(array: Any, keep: list[Any]) -> DLTensor:
+    """`keep` holds what the tensor points to."""
+    ints = ctypes.c_int64 * max(1, array.ndim)
+    shape = ints(*array.shape)
+    contiguous = array.flags.c_contiguous
+    strides = None if contiguous else ints(*(step // array.itemsize for step in array.strides))
+    keep += [array, shape, strides]
+    bits = 8 * array.itemsize
+    return DLTensor(array.ctypes.data, 1, 0, array.ndim, CODES[array.dtype.kind], bits, 1, shape, strides, 0)
+
+
+def params_of(values: Mapping[str, Any], keep: list[Any]) -> Params:
+    items = (Param * max(1, len(values)))()
+    for item, (key, value) in zip(items, values.items(), strict=False):
+        item.key = key.encode()
+        item.kind = int(isinstance(value, float))
+        item.value = Number(d=value) if isinstance(value, float) else Number(i=int(value))
+    keep.append(items)
+    return Params(items, len(values))
+
+
+def array_of(pointer: Any, count: int) -> Any:
+    return np.ctypeslib.as_array(pointer, (count,)).copy() if count else np.zeros(0, np.int32)
+
+
+class Library:
+    """A C ABI engine (paritree.h, ABI 1) as a Python object with run_op and open."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self.c = ctypes.CDLL(path)
+            version = self.c.paritree_abi_version()
+        except (OSError, AttributeError) as problem:
+            raise NotLoadable(f"{path}: {problem}; build it, or give --engine") from problem
+        if version != 1:
+            raise NotLoadable(f"{path} speaks ABI {version}, not 1")
+        self.c.paritree_last_error.restype = ctypes.c_char_p
+
+    def check(self, status: int) -> None:
+        if status:
+            raise RuntimeError(f"status {status}: {(self.c.paritree_last_error() or b'').decode(errors='replace')}")
+
+    def run_op(self, op: str, inputs: Any, params: Any, outputs: Any) -> None:
+        keep: list[Any] = []
+
+        def named(arrays: Mapping[str, Any]) -> Any:
+            items = (NamedTensor * max(1, len(arrays)))()
+            for item, (name, array) in zip(items, arrays.items(), strict=False):
+                item.name, item.tensor = name.encode(), dltensor(array, keep)
+            keep.append(items)
+            return items
+
+        call = OpCall(
+            ctypes.sizeof(OpCall), 1, op.encode(), named(inputs), len(inputs), params_of(params, keep), named(outputs), len(outputs),
+            None, 0, 1, 0, None,
+        )  # fmt: skip
+        workspace = ctypes.c_uint64(0)
+        if hasattr(self.c, "paritree_run_op_workspace"):
+            self.check(self.c.paritree_run_op_workspace(ctypes.byref(call), ctypes.byref(workspace)))
+        buffer = np.full(workspace.value + 64, POISON_BYTE, np.uint8)
+        call.workspace = (buffer.ctypes.data + 63) // 64 * 64
+        call.workspace_bytes = workspace.value
+        self.check(self.c.paritree_run_op(ctypes.byref(call)))
+
+    def open(self, config: Any, provider: Callable[[str], Any]) -> LibrarySession:
+        return LibrarySession(self, parameters(config), provider)
+
+
+def parameters(config: Any) -> dict[str, Any]:
+    if hasattr(config, "parameters"):
+        return dict(config.parameters)
+    from spec.config import as_parameters
+
+    return as_parameters(config)
+
+
+class LibrarySession:
+    def __init__(self, library: Library, config: Mapping[str, Any], provider: Callable[[str], Any]) -> None:
+        self.library, self.config = library, config
+        self.handle = ctypes.c_void_p()
+        keep: list[Any] = []
+
+        def weight(user: Any, name: bytes, tensor: Any) -> int:
+            tensor[0] = dltensor(provider(name.decode()), keep)
+            return 0
+
+        args = OpenArgs(ctypes.sizeof(OpenArgs), 0, params_of(config, keep), WEIGHT_FN(weight), None, None, 1, 0, None)
+        library.check(library.c.paritree_open(ctypes.byref(args), ctypes.byref(self.handle)))
+
+    def forward(self, rows: Any, want: Any, taps: frozenset[str], sink: Callable[[str, int, Any], None]) -> Any:
+        keep: list[Any] = []
+        columns = [np.ascontiguousarray(getattr(rows, word), np.int32) for word in ("sequence", "token", "position", "parent")]
+        wanted = np.ascontiguousarray(want, np.uint8)
+        logits = np.full((int(wanted.sum()), self.config["vocab"]), np.nan, np.float32)
+
+        def on_tap(user: Any, tap: Any) -> int:
+            tensor = tap[0].tensor
+            shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+            base = ctypes.c_int32 if tensor.code == 0 else ctypes.c_float if tensor.code == 2 else ctypes.c_uint8
+            pointer = ctypes.cast(tensor.data + tensor.byte_offset, ctypes.POINTER(base))
+            count = int(np.prod(shape, dtype=np.int64))
+            flat = np.ctypeslib.as_array(pointer, (max(1, count),))[:count]
+            sink(tap[0].name.decode(), tap[0].layer, flat.reshape(shape))
+            return 0
+
+        tensor = dltensor(logits, keep)
+        pointers = [column.ctypes.data_as(INT32) for column in columns]
+        args = ForwardArgs(
+            ctypes.sizeof(ForwardArgs), 1, len(columns[0]), *pointers, wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)),
+            ctypes.pointer(tensor) if len(logits) else None, ",".join(sorted(taps)).encode(), TAP_FN(on_tap), None, 0, None, None,
+        )  # fmt: skip
+        self.library.check(self.library.c.paritree_forward(self.handle, ctypes.byref(args)))
+        return logits
+
+    def commit(self, sequence: int, path: Any) -> None:
+        path = np.ascontiguousarray(path, np.int32)
+        self.library.check(self.library.c.paritree_commit(self.handle, sequence, path.ctypes.data_as(INT32), ctypes.c_int64(len(path))))
+
+    def cache_rows(self, sequence: int, layer: int) -> Any:
+        count = ctypes.c_int64()
+        call = self.library.c.paritree_cache_rows
+        self.library.check(call(self.handle, sequence, ctypes.c_int64(layer), None, ctypes.byref(count)))
+        rows = np.full((count.value, self.config["kv_rank"] + self.config["rope_dim"]), np.nan, np.float32)
+        keep: list[Any] = []
+        tensor = dltensor(rows, keep)
+        self.library.check(call(self.handle, sequence, ctypes.c_int64(layer), ctypes.byref(tensor), ctypes.byref(count)))
+        return rows
+
+    def evict(self, sequence: int) -> None:
+        self.library.check(self.library.c.paritree_evict(self.handle, sequence))
+
+    def fork(self, source: int, target: int) -> None:
+        self.library.check(self.library.c.paritree_fork(self.handle, source, target))
+
+    def generate(self, prompts: list[Any], drafter: Any, budget: int, limits: Any) -> list[Any]:
+        tokens: list[list[int]] = [[] for _ in prompts]
+        rounds: list[list[Any]] = [[] for _ in prompts]
+        arrays = [np.ascontiguousarray(prompt, np.int32) for prompt in prompts]
+        pointers = (INT32 * len(arrays))(*(array.ctypes.data_as(INT32) for array in arrays))
+        lengths = (ctypes.c_int64 * len(arrays))(*map(len, arrays))
+        stops = np.array(limits.stop_tokens, np.int32)
+
+        def draft(user: Any, sequence: int, history: Any, count: int, logits: Any) -> int:
+            value = np.ascontiguousarray(drafter.draft(sequence, array_of(history, count)), np.float32)
+            np.ctypeslib.as_array(logits, value.shape)[...] = value
+            return 0
+
+        def emit(user: Any, emission: Any) -> int:
+            e = emission[0]
+            tokens[e.sequence] += array_of(e.tokens, e.token_count).tolist()
+            if e.node_count:
+                nodes, parents, path = array_of(e.node_tokens, e.node_count), array_of(e.node_parents, e.node_count), array_of(e.path, e.path_count)
+                rounds[e.sequence].append(SimpleNamespace(tokens=nodes, parents=parents, path=path, bonus=e.bonus))
+            return 0
+
+        args = GenerateArgs(
+            ctypes.sizeof(GenerateArgs), 0, len(arrays), pointers, lengths, DRAFT_FN(draft) if drafter else DRAFT_FN(), None,
+            drafter.block_len if drafter else 0, budget, limits.max_new, stops.ctypes.data_as(INT32), len(stops), EMIT_FN(emit), None, None,
+        )  # fmt: skip
+        self.library.check(self.library.c.paritree_generate(self.handle, ctypes.byref(args)))
+        return [SimpleNamespace(tokens=tuple(t), rounds=tuple(r)) for t, r in zip(tokens, rounds, strict=True)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""One trial: a case on one engine. Materialise, run in the worker, judge. The engine's failures become judgements here.
+
+Cases go to the worker in batches of one kind; an outcome never depends on the batch it was in, only on its case, unless the engine keeps
+state between calls (which replays in a fresh worker show).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase
+from campaigns.isolation.chain import TreeJob
+from campaigns.materialise import op_call, session_script, tree_job, weights_for
+from oracles.judge import judge_op
+from oracles.judgement import RUNGS, Judgement, Verdict, worst
+from oracles.session import judge_session
+from spec.config import Config
+from spec.engine import Description, Profile
+from spec.model import GoldenModel
+from spec.script import Answer, Failure, OpCall, Script, Trace, WeightsKey
+
+VERDICT_OF_FAILURE = {
+    "unsupported": Verdict.UNSUPPORTED,
+    "raised": Verdict.MALFORMED,  # the engine's own error on a legal input: an answer that is none
+    "malformed": Verdict.MALFORMED,
+    "flaky": Verdict.FLAKY,
+    "crashed": Verdict.CRASHED,
+    "hung": Verdict.HUNG,
+}
+
+
+class Worker(Protocol):
+    """What a trial needs of campaigns.isolation.Supervisor."""
+
+    @property
+    def description(self) -> Description: ...
+
+    def calls(self, calls: Sequence[OpCall]) -> list[Answer]: ...
+
+    def tree(self, job: TreeJob) -> list[tuple[OpCall, Answer]]: ...
+
+    def script(self, script: Script) -> Trace: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one trial showed; `seconds` is the engine and the judge together, shared evenly over a batch."""
+
+    case: Case
+    judgements: tuple[Judgement, ...]
+    seconds: float
+
+    @property
+    def worst(self) -> Judgement | None:
+        return worst(list(self.judgements))
+
+    @property
+    def verdict(self) -> Verdict:
+        found = self.worst
+        return Verdict.UNVERIFIED if found is None else found.verdict
+
+    @property
+    def rungs(self) -> tuple[str, ...]:
+        """Every rung that the trial reached, in order of the ladder."""
+        reached = {judgement.rung for judgement in self.judgements}
+        return tuple(rung for rung in RUNGS if rung in reached)
+
+
+class Bench:
+    """One engine in its worker, and the judge. Raises CaseError for a case that cannot be materialised."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def outcomes(self, cases: Sequence[Case]) -> list[Outcome]:
+        """In order of `cases`; operations of one batch share one trip to the worker."""
+        began = time.perf_counter()
+        ops = [case for case in cases if isinstance(case, OpCase)]
+        of_ops = iter(self._ops(ops))
+        judged = [next(of_ops) if isinstance(case, OpCase) else self._judgements(case) for case in cases]
+        each = (time.perf_counter() - began) / max(1, len(cases))
+        return [Outcome(case, tuple(judgements), each) for case, judgements in zip(cases, judged, strict=True)]
+
+    def outcome(self, case: Case) -> Outcome:
+        return self.outcomes([case])[0]
+
+    def _judgements(self, case: Case) -> list[Judgement]:
+        if isinstance(case, TreeCase):
+            return self._tree(case)
+        if isinstance(case, SessionCase):
+            return self._session(case)
+        raise CaseError(f"a {type(case).__name__} is judged from its file, not run on an engine: use `paritree judge`")
+
+    def _ops(self, cases: Sequence[OpCase]) -> list[list[Judgement]]:
+        if not cases:
+            return []
+        calls = [op_call(case) for case in cases]
+        answers = self.worker.calls(calls)
+        profile = self.worker.description.profile
+        return [judged_call(call, answer, profile, 0) for call, answer in zip(calls, answers, strict=True)]
+
+    def _tree(self, case: TreeCase) -> list[Judgement]:
+        out: list[Judgement] = []
+        profile = self.worker.description.profile
+        for step, (call, answer) in enumerate(self.worker.tree(tree_job(case))):
+            out += judged_call(call, answer, profile, step)
+        return out
+
+    def _session(self, case: SessionCase) -> list[Judgement]:
+        script = session_script(case)
+        trace = self.worker.script(script)
+        return judge_session(golden_model(script.config, script.weights), script, trace)
+
+
+def judged_call(call: OpCall, answer: Answer, profile: Profile, step: int) -> list[Judgement]:
+    """The judgements of one operation; a failure is one judgement."""
+    if answer.failure is not None:
+        return [judged_failure(answer.failure, call.op, step)]
+    if answer.outputs is None:
+        return [judged_failure(Failure("malformed", f"{call.op} returned no outputs"), call.op, step)]
+    return judge_op(call, answer.outputs, profile, step=step)
+
+
+def judged_failure(failure: Failure, op: str, step: int) -> Judgement:
+    verdict = VERDICT_OF_FAILURE[failure.kind]
+    signal = f" (signal {failure.signal})" if failure.signal else ""
+    return Judgement(verdict, f"engine {failure.kind}", op, "call", RUNGS[0], step=step, message=f"{failure.message}{signal}")
+
+
+@lru_cache(maxsize=8)
+def golden_model(config: Config, key: WeightsKey) -> GoldenModel:
+    """Prepared once per weight set; a set takes some megabytes in canonical form."""
+    return GoldenModel(config, weights_for(config, key))
