@@ -6,7 +6,6 @@ N numerics. Where an example can be executed it is: `check` computes it with the
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec.engine import Rows
+from spec.ops import OPS
 from spec.tree import (
     DraftTable,
     TreeError,
@@ -86,10 +86,7 @@ def _op(name: str, inputs: Mapping[str, Any], output: str = "out", **params: int
     """An output of a golden op; floats become float32, integers int32, booleans uint8."""
     arrays = {key: np.asarray(value) for key, value in inputs.items()}
     kinds = {"f": np.float32, "i": np.int32, "b": np.uint8}
-    record = importlib.import_module(f"spec.ops.{name}").RECORD
-    outputs: dict[str, NDArray[Any]] = record.function(
-        {key: value.astype(kinds[value.dtype.kind]) for key, value in arrays.items()}, params
-    )
+    outputs = OPS[name].function({key: value.astype(kinds[value.dtype.kind]) for key, value in arrays.items()}, params)
     return outputs[output]
 
 

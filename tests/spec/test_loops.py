@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec.config import preset
 from spec.drafters import ChainDrafter, NoisyTargetDrafter, RandomDrafter, TableDrafter
 from spec.engine import Drafter, Generation, Int, Limits, Rows
 from spec.loops import BadLogits, Recording, ddtree, decode_rows, generation, greedy, prefill_rows, tree_rows
+from spec.model import GoldenModel
 from spec.tree import DraftTable, TreeError, best_first_tree, cut
-from spec.weights import philox
+from spec.weights import philox, random_weights
 from tests.spec.toy_session import ToySession
 
 VOCAB = 24
@@ -218,3 +221,59 @@ def test_batches_by_hand() -> None:
     trees = [best_first_tree(table, root=8, budget=2), best_first_tree(table, root=9, budget=3)]
     rows = tree_rows([3, 1], trees, [4, 2])
     assert as_lists(rows) == [[3, 3, 3, 1, 1, 1, 1], [8, 1, 3, 9, 1, 3, 2], [4, 5, 6, 2, 3, 4, 3], [-1, 0, 1, -1, 3, 4, 3]]
+
+
+# The golden model: canonical bits do not notice batch, chunk or tree
+
+
+@functools.cache
+def model_of(name: str, twins: bool) -> GoldenModel:
+    """`twins`: every second column of the head is a copy of the one before it, so that each argmax is an exact tie (A1, N5)."""
+    config = preset(name)
+    weights = random_weights(config, 11)
+    if twins:
+        head = "embed" if config.tied else "head"
+        columns = weights[head] if config.tied else weights[head].T
+        columns[1::2] = columns[::2]
+    return GoldenModel(config, weights)
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "table", "noisy"])
+@pytest.mark.parametrize(("name", "twins"), [("tiny", False), ("small", False), ("tiny-softmax", False), ("tiny", True)])
+def test_golden_tree_decoding_is_golden_sequential_decoding(name: str, twins: bool, kind: str) -> None:
+    """L1, V2, K1, K7: the same tokens from bit-equal logits, and a bit-equal cache; both equal one forward over the final sequence."""
+    model = model_of(name, twins)
+    vocab, layers = model.config.vocab, model.config.layers
+    for seed, (budget, max_new, stop_index, grid) in enumerate([(9, 9, 6, 0.0), (4, 7, None, 1.0), (20, 8, 3, 4.0)]):
+        prompts = prompts_of(seed, (5, 1, 9)[: seed + 1], vocab)
+        free = greedy(model.open(), prompts, Limits(max_new + 5))
+        golden = [[*prompt.tolist(), *recording.tokens] for prompt, recording in zip(prompts, free, strict=True)]
+        limits = Limits(max_new, () if stop_index is None else (free[0].tokens[stop_index],))
+        sessions = model.open(), model.open()
+        sequential = greedy(sessions[0], prompts, limits)
+        tree = ddtree(sessions[1], prompts, drafter_of(kind, seed, golden, prompts, grid, vocab), budget, limits)
+        for i, (one, other) in enumerate(zip(sequential, tree, strict=True)):
+            assert one.tokens == other.tokens == cut(free[i].tokens, limits.stop_tokens, max_new)
+            assert np.array_equal(one.logits.view(np.uint32), other.logits.view(np.uint32))
+            sequence = [*prompts[i].tolist(), *one.tokens]
+            at_once = model.sequence_logits(sequence[:-1])[len(prompts[i]) - 1 :]
+            assert np.array_equal(one.logits.view(np.uint32), at_once.view(np.uint32))
+            for layer in range(layers):
+                cached = [session.cache_rows(i, layer).view(np.uint32) for session in sessions]
+                assert cached[0].shape[0] == len(sequence) - 1
+                assert np.array_equal(*cached)
+            if twins:
+                assert all(token % 2 == 0 for token in one.tokens)
+
+
+def test_a_session_generates_by_these_loops() -> None:
+    model = model_of("tiny", False)
+    prompts = prompts_of(4, (6, 2), model.config.vocab)
+    drafter = RandomDrafter(1, model.config.vocab, 4)
+    session = model.open()
+    by_tree = session.generate(prompts, drafter, 6, Limits(5))
+    assert by_tree == [generation(recording) for recording in ddtree(model.open(), prompts, drafter, 6, Limits(5))]
+    sequential = session.generate(prompts, None, 6, Limits(5))
+    assert [one.tokens for one in sequential] == [one.tokens for one in by_tree]
+    assert all(one.rounds == () for one in sequential)
+    assert all(one.rounds for one in by_tree)

@@ -102,11 +102,18 @@ def test_the_order_is_exact_where_a_double_sum_would_round(table: DraftTable, bu
 
 
 def test_a_sum_that_a_double_rounds_is_found_and_ordered_exactly() -> None:
-    """-1 - 2**-60 is below -1: doubles tie the two and would take the path (0, 0) before (1)."""
-    rows = [[-1.0, -1.0], [-(2.0**-60), -9.0]]
-    assert -1.0 - 2.0**-60 == -1.0
-    assert not best_first_tree(table_of(rows), root=0, budget=3).exact_in_double
-    assert paths(rows, 3) == [(0,), (1,), (0, 0)]
+    """-1 - 2**-53 is below -1, by one bit too many for a double: it would tie the two and take the path (0, 0) before (1)."""
+    assert -1.0 - 2.0**-53 == -1.0 > -1.0 - 2.0**-52
+    for step, exact in ((2.0**-52, True), (2.0**-53, False), (2.0**-140, False)):
+        rows = [[-1.0, -1.0], [-step, -step]]
+        assert best_first_tree(table_of(rows), root=0, budget=3).exact_in_double == exact
+        assert paths(rows, 3) == [(0,), (1,), (0, 0)]
+
+
+def test_a_score_of_zero_is_positive_zero() -> None:
+    scores = best_first_tree(table_of([[0.0, -0.0], [-0.0, -1.0]]), root=0, budget=4).scores
+    assert (scores == 0).all()
+    assert not np.signbit(scores).any()
 
 
 def test_tables_of_language_model_logits_are_exact_in_double() -> None:
@@ -188,7 +195,7 @@ def test_row_8_candidates_are_ranked_on_float32_not_bfloat16() -> None:
     assert draft_table(np.array([[20.0, 20.03]], np.float32), 2).ids.tolist() == [[1, 0]]
 
 
-@pytest.mark.parametrize(("vocab", "budget"), [(4, 8), (4, 4), (1, 3)])
+@pytest.mark.parametrize(("vocab", "budget"), [(4, 8), (4, 4), (1, 3), (40, 30)])
 def test_rows_10_and_11_as_many_candidates_as_the_vocabulary(vocab: int, budget: int) -> None:
     table = draft_table(np.zeros((1, vocab), np.float32), budget)
     assert table.ids.tolist() == [list(range(min(vocab, budget)))]
