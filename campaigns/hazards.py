@@ -1,0 +1,164 @@
+"""Hazards: the same numbers handed over in a less friendly way. None of them changes what a right engine answers.
+
+Arrays in, arrays out; nothing here knows an engine or an operation. Outputs are always poisoned and fenced by guard words, and
+inputs are always private copies, so that an engine can damage nothing but its own case. A hazard adds to that:
+
+    poison  inputs lie between margins of poison, so that a read outside them brings NaN or an absurd index
+    guard   the guard zones grow from 16 words to 4096, so that a whole stray tile is seen
+    views   inputs are strided or offset views; for an engine that takes contiguous arrays only, arrays off their alignment
+    freed   inputs are overwritten as soon as the call has returned, before the outputs are read
+    repeat  the same call is made twice and must give the same bits
+
+Names that are not in this table (stale masks, neighbours, shuffled order) are planned into a script by the case generator and
+are no business of an array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+HAZARDS: Mapping[str, str] = {
+    "poison": "inputs between margins of NaN and absurd integers",
+    "guard": "wide guard zones around outputs",
+    "views": "strided and offset inputs, or contiguous ones off their alignment",
+    "freed": "inputs overwritten after the call, before outputs are read",
+    "repeat": "the same call twice, bit for bit equal",
+}
+
+GUARD_INT = -7777777  # no token, index, count or position is ever this number
+POISON_FLOAT_BITS = 0x7FC0DEAD  # a quiet NaN whose payload tells "never written" from a NaN that was computed
+POISON_BYTE = 0xA5  # neither 0 nor 1, so no boolean
+GUARD_WORDS = 16  # one cache line: catches the off-by-one and costs nothing
+WIDE_GUARD_WORDS = 4096  # 16 KiB: a stray tile of 64 x 64 words
+ALIGNMENT = 64  # bytes, what engines may expect of an allocation
+MARGIN = 256  # bytes of poison on either side of an input: four vector loads past the end still see it
+GAP = 3  # elements between rows of a padded view: odd, so that rows fall off every alignment
+
+_GUARD_BYTES = np.frombuffer(np.int32(GUARD_INT).tobytes() * (WIDE_GUARD_WORDS + ALIGNMENT), np.uint8)  # the longest zone
+
+
+def poison(array: Array) -> None:
+    """Overwrite `array` with values that no right answer contains."""
+    if array.dtype == np.float32:
+        array.view(np.uint32)[...] = POISON_FLOAT_BITS
+    elif array.dtype.kind == "f":
+        array[...] = np.nan
+    elif array.dtype.itemsize == 1:
+        array.view(np.uint8)[...] = POISON_BYTE
+    elif array.dtype.kind == "u":
+        array[...] = np.iinfo(array.dtype).max
+    else:
+        array[...] = GUARD_INT
+
+
+def unwritten(array: Array) -> NDArray[np.bool_]:
+    """Which elements still hold the poison of `poison`, bit for bit."""
+    fresh = np.empty(1, array.dtype)
+    poison(fresh)
+    bits = np.dtype(f"u{array.dtype.itemsize}")
+    same: NDArray[np.bool_] = np.ascontiguousarray(array).view(bits).reshape(array.shape) == fresh.view(bits)[0]
+    return same
+
+
+@dataclass(frozen=True, eq=False)
+class Guarded:
+    """A poisoned output: `array` is `size` bytes of `buffer` from `start` on, with guard words on both sides."""
+
+    array: Array
+    buffer: NDArray[np.uint8]
+    start: int
+    size: int
+
+    def violation(self) -> str | None:
+        """Where the guard words changed, in bytes from the output's end or start; None if they did not."""
+        stop = self.start + self.size
+        tail = self.buffer[stop:]
+        if not np.array_equal(tail, _GUARD_BYTES[: len(tail)]):
+            at = int(np.flatnonzero(tail != _GUARD_BYTES[: len(tail)])[0])
+            return f"byte {at} past its end"
+        head = self.buffer[: self.start]
+        if not np.array_equal(head, _GUARD_BYTES[: len(head)]):
+            at = int(np.flatnonzero(head != _GUARD_BYTES[: len(head)])[-1])
+            return f"byte {self.start - at} before its start"
+        return None
+
+    def read(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """A copy of what was written, read from the buffer: an engine can change the shape of an array object in place."""
+        return self.buffer[self.start : self.start + self.size].view(np.dtype(dtype)).reshape(shape).copy()
+
+
+def guarded_output(shape: tuple[int, ...], dtype: str, hazards: frozenset[str] = frozenset()) -> Guarded:
+    """A poisoned array of `shape`, aligned to 64 bytes (under "views" to its element only)."""
+    kind = np.dtype(dtype)
+    size = kind.itemsize * math.prod(shape)
+    guard = 4 * (WIDE_GUARD_WORDS if "guard" in hazards else GUARD_WORDS)
+    buffer = np.empty(guard + 2 * ALIGNMENT + size + guard, np.uint8)
+    start = _misaligned(buffer, guard, kind.itemsize) if "views" in hazards else _aligned(buffer, guard)
+    stop = start + size
+    buffer[:start] = _GUARD_BYTES[:start]
+    buffer[stop:] = _GUARD_BYTES[: len(buffer) - stop]
+    array = buffer[start:stop].view(kind).reshape(shape)
+    poison(array)
+    return Guarded(array, buffer, start, size)
+
+
+def placed(source: Array, hazards: frozenset[str], index: int = 0, *, contiguous_only: bool = False) -> Array:
+    """A private copy of the input `source`, read-only, laid out as the hazards say. `index` (its place among the inputs) picks the view."""
+    if "views" in hazards and not contiguous_only:
+        copy = _view(source, index)
+    else:
+        margin = MARGIN if "poison" in hazards else 0
+        size, itemsize = source.nbytes, source.dtype.itemsize
+        buffer = np.empty(margin + 2 * ALIGNMENT + size + margin, np.uint8)
+        start = _misaligned(buffer, margin, itemsize) if "views" in hazards else _aligned(buffer, margin)
+        if margin:
+            whole = buffer[start % itemsize :]
+            poison(whole[: len(whole) // itemsize * itemsize].view(source.dtype))
+        copy = buffer[start : start + size].view(source.dtype).reshape(source.shape)
+        copy[...] = source
+    copy.flags.writeable = False
+    return copy
+
+
+def spoil(array: Array) -> None:
+    """Overwrite an array that `placed` made: what happens to a caller's buffer once the call is over."""
+    array.flags.writeable = True  # legal: the memory is ours
+    poison(array)
+
+
+def _view(source: Array, index: int) -> Array:
+    """One of three views with equal values: padded rows, column-major, every second element. Gaps hold poison."""
+    if source.ndim == 0 or source.size == 0:
+        return source.copy()
+    kind = index % 3
+    if kind == 1 and source.ndim > 1:
+        return np.array(source, order="F")
+    if kind == 2 or source.ndim == 1:
+        wide = np.empty((*source.shape[:-1], 2 * source.shape[-1]), source.dtype)
+        poison(wide)
+        copy = wide[..., 1::2]
+    else:
+        wide = np.empty((*source.shape[:-1], source.shape[-1] + GAP), source.dtype)
+        poison(wide)
+        copy = wide[..., 1 : 1 + source.shape[-1]]
+    copy[...] = source
+    return copy
+
+
+def _aligned(buffer: NDArray[np.uint8], least: int) -> int:
+    """The smallest index >= `least` at an address that is a multiple of 64."""
+    address: int = buffer.__array_interface__["data"][0]
+    return least + -(address + least) % ALIGNMENT
+
+
+def _misaligned(buffer: NDArray[np.uint8], least: int, itemsize: int) -> int:
+    """An index >= `least` whose address is a multiple of the item and of nothing larger."""
+    return _aligned(buffer, least) + itemsize

@@ -1,0 +1,411 @@
+"""Engines that misbehave in every way that an engine can, for the tests of the isolation. Loaded in workers as "bad_engines:Name".
+
+Each does one thing wrong and `add` right otherwise, so that a test can see that the calls around the bad one survive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spec.config import Config
+from spec.engine import Description, Drafter, Generation, Limits, Profile, Round, Rows, Unsupported
+from spec.taps import all_tap_names
+
+ALL = frozenset({"run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "generate"})
+
+
+class Adder:
+    """A right engine with one operation; the misbehaviour of the others happens for the parameter `trigger`."""
+
+    def describe(self) -> Description:
+        return Description(type(self).__name__, "1", capabilities=frozenset({"run_op"}), ops=frozenset({"add"}))
+
+    def run_op(self, op: str, inputs: Mapping[str, Any], params: Mapping[str, Any], outputs: Any) -> Any:
+        if op != "add":
+            raise Unsupported(f"no {op}")
+        np.add(inputs["a"], inputs["b"], out=outputs["out"])
+        if params.get("trigger"):
+            return self.misbehave(inputs, outputs)
+        return None
+
+    def misbehave(self, inputs: Any, outputs: Any) -> Any:
+        return None
+
+
+class Segfault(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        ctypes.string_at(0)
+
+
+class Abort(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        os.write(2, b"terminate called after throwing an instance of 'int'\n")
+        os.abort()
+
+
+class Hang(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        while True:
+            time.sleep(1)
+
+
+class DeafHang(Adder):
+    """Hangs with every signal blocked."""
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while True:
+            time.sleep(1)
+
+
+class ExitZero(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        os._exit(0)
+
+
+class SystemExits(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        sys.exit("I am done")
+
+
+class Interrupts(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+class Prints(Adder):
+    """More than a pipe holds, to both streams, with bytes that are no text."""
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        os.write(1, b"\xff\xfe\x00garbage\n" * 100_000)
+        print("{} \x1b[31m" * 1000)
+        sys.stderr.write("\udcff" * 10)
+
+
+class ClosesEverything(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        os.closerange(0, 1000)
+
+
+class WritesEverywhere(Adder):
+    """Garbage into every open descriptor, its own control channel included."""
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b"12345678" * 2)
+            except OSError:
+                continue
+        time.sleep(60)
+
+
+class Forks(Adder):
+    """Returns in two processes."""
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        os.fork()
+
+
+class LeavesProcess(Adder):
+    """Starts a process that outlives the call and keeps all descriptors."""
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+
+
+class LeavesDaemon(Adder):
+    """The same, in a session of its own."""
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(600)
+            os._exit(0)
+
+
+class LateCrash(Adder):
+    """Answers, and crashes when nobody is looking."""
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSEGV)).start()
+
+
+class LeaksDescriptors(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        try:
+            while True:
+                os.dup(2)
+        except OSError:
+            return
+
+
+class LeaksMemory(Adder):
+    leaked: list[Any] = []  # noqa: RUF012
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        self.leaked.append(np.ones(1 << 18))
+
+
+class Recurses(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> Any:
+        return self.misbehave(inputs, outputs)
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text for you")
+
+
+class RaisesUnprintable(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        raise UnprintableError
+
+
+class RaisesSurrogates(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        raise RuntimeError("\udc80\x00" + "long" * 100_000)
+
+
+class WritesPastEnd(Adder):
+    """One element after the output, by its address."""
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        out = outputs["out"]
+        ctypes.memset(out.ctypes.data + out.nbytes, 0, 4)
+
+
+class WritesBeforeStart(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        ctypes.memset(outputs["out"].ctypes.data - 2, 0, 1)
+
+
+class WritesInput(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        ctypes.memset(inputs["a"].ctypes.data, 0xFF, 4)
+
+
+class ReplacesOutput(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        outputs["out"] = inputs["a"] + inputs["b"]
+
+
+class ReadsPastEnd(Adder):
+    """Adds the element after its first input to the first result; harmless where zeros lie there."""
+
+    def run_op(self, op: str, inputs: Mapping[str, Any], params: Mapping[str, Any], outputs: Any) -> None:
+        a = inputs["a"]
+        np.add(a, inputs["b"], out=outputs["out"])
+        outputs["out"].flat[0] += ctypes.c_float.from_address(a.ctypes.data + a.nbytes).value
+
+
+class IgnoresStrides(Adder):
+    """Reads its input as if it were contiguous (K03, K04)."""
+
+    def run_op(self, op: str, inputs: Mapping[str, Any], params: Mapping[str, Any], outputs: Any) -> None:
+        a = inputs["a"]
+        flat = np.ctypeslib.as_array(ctypes.cast(a.ctypes.data, ctypes.POINTER(ctypes.c_float)), (a.size,))
+        np.add(flat.reshape(a.shape), inputs["b"], out=outputs["out"])
+
+
+class CopiesLate(Adder):
+    """Fills its output from the caller's arrays only after a while, as an asynchronous copy does (K01)."""
+
+    def run_op(self, op: str, inputs: Mapping[str, Any], params: Mapping[str, Any], outputs: Any) -> None:
+        outputs["out"][...] = 0
+        LateView.of(outputs["out"], inputs["a"])
+
+
+class LateView:
+    """Makes `out` alias `source`, so that what is done to `source` later is seen in `out`: a stand-in for a copy in flight."""
+
+    @staticmethod
+    def of(out: Any, source: Any) -> None:
+        def copy() -> None:
+            for _ in range(200):
+                out[...] = source
+                time.sleep(0.001)
+
+        threading.Thread(target=copy, daemon=True).start()
+        time.sleep(0.01)
+
+
+class Counts(Adder):
+    """Another answer at every call."""
+
+    calls = 0
+
+    def run_op(self, op: str, inputs: Mapping[str, Any], params: Mapping[str, Any], outputs: Any) -> None:
+        self.calls += 1
+        outputs["out"][...] = self.calls
+
+
+class Pid(Adder):
+    """Answers its process id and the number of threads that OpenMP may use."""
+
+    def run_op(self, op: str, inputs: Mapping[str, Any], params: Mapping[str, Any], outputs: Any) -> None:
+        outputs["out"][...] = [os.getpid(), int(os.environ["OMP_NUM_THREADS"])]
+
+
+class Large(Adder):
+    """Answers more than it was asked about."""
+
+
+# Engines that cannot be loaded
+
+
+class LoadRaises:
+    def __init__(self) -> None:
+        raise OSError("libengine.so: undefined symbol: pt_open")
+
+
+class LoadSegfaults:
+    def __init__(self) -> None:
+        ctypes.string_at(0)
+
+
+class LoadHangs:
+    def __init__(self) -> None:
+        time.sleep(600)
+
+
+class DescribesNothing:
+    def describe(self) -> Any:
+        return None
+
+
+class DescribesOddProfile:
+    def describe(self) -> Any:
+        return Description("odd", "1", Profile(u_accumulate=float("nan")))
+
+
+# Sessions
+
+
+class SessionEngine:
+    """A toy model: logits are token ids and positions, the cache holds tokens. Sequences, pending rows and commits are real."""
+
+    session: type[ToySession]
+
+    def describe(self) -> Description:
+        return Description(type(self).__name__, "1", capabilities=ALL, taps=frozenset(all_tap_names()))
+
+    def open(self, config: Config, weights: Any) -> Any:
+        return self.session(config, weights)
+
+
+class ToySession:
+    """Rows of sequence s: committed in `kept[s]`, pending in `pending[s]`."""
+
+    def __init__(self, config: Config, weights: Any) -> None:
+        self.config = config
+        self.weight = float(weights("norm")[0])
+        self.kept: dict[int, list[int]] = {}
+        self.pending: dict[int, list[int]] = {}
+        self.forwards = 0
+
+    def forward(self, rows: Rows, want_logits: Any, taps: frozenset[str], sink: Any) -> Any:
+        self.forwards += 1
+        for sequence, token in zip(rows.sequence.tolist(), rows.token.tolist(), strict=True):
+            self.pending.setdefault(sequence, []).append(token)
+        if "embed" in taps:
+            sink("embed", -1, np.repeat(rows.token[:, None], self.config.hidden, 1).astype(np.float32))
+        logits = np.zeros((len(rows), self.config.vocab), np.float32)
+        logits[np.arange(len(rows)), (rows.token + rows.position) % self.config.vocab] = self.weight
+        return logits[want_logits]
+
+    def commit(self, sequence: int, path: Any) -> None:
+        pending = self.pending.pop(sequence)
+        self.kept.setdefault(sequence, []).extend(pending[int(i)] for i in path)
+
+    def cache_rows(self, sequence: int, layer: int) -> Any:
+        return np.repeat(np.array(self.kept.get(sequence, []), np.float32)[:, None], self.config.cache_dim, 1)
+
+    def evict(self, sequence: int) -> None:
+        self.kept.pop(sequence, None)
+        self.pending.pop(sequence, None)
+
+    def fork(self, source: int, target: int) -> None:
+        self.kept[target] = list(self.kept[source])
+
+    def generate(self, prompts: Sequence[Any], drafter: Drafter | None, budget: int, limits: Limits) -> Any:
+        return [Generation(tuple(int(p[-1]) for _ in range(limits.max_new)), (Round((1,), (-1,), (0,), 2),)) for p in prompts]
+
+    def close(self) -> None:
+        return None
+
+
+class Toy(SessionEngine):
+    session = ToySession
+
+
+def session_engine(name: str, **methods: Any) -> type[SessionEngine]:
+    """A toy engine whose session has other methods."""
+    return type(name, (SessionEngine,), {"session": type(name + "Session", (ToySession,), methods)})
+
+
+LogitsNone = session_engine("LogitsNone", forward=lambda self, *_: None)
+LogitsDouble = session_engine("LogitsDouble", forward=lambda self, *args: ToySession.forward(self, *args).astype(np.float64))
+LogitsWide = session_engine("LogitsWide", forward=lambda self, *args: np.zeros((1, 3), np.float32))
+ForwardRaises = session_engine("ForwardRaises", forward=lambda self, *_: 1 // 0)
+NoEvict = session_engine("NoEvict", evict=property(lambda self: (_ for _ in ()).throw(Unsupported("no evict"))))
+CacheRagged = session_engine("CacheRagged", cache_rows=lambda self, sequence, layer: np.zeros((layer + 1, self.config.cache_dim), np.float32))
+NoGenerate = session_engine("NoGenerate", generate=property(lambda self: (_ for _ in ()).throw(Unsupported("no loop"))))
+TokenMinusOne = session_engine("TokenMinusOne", generate=lambda self, prompts, *_: [Generation((3, -1))] * len(prompts))
+TokenFloat = session_engine("TokenFloat", generate=lambda self, prompts, *_: [Generation((1.5,))] * len(prompts))  # type: ignore[arg-type]
+TokenTrue = session_engine("TokenTrue", generate=lambda self, prompts, *_: [Generation((True,))] * len(prompts))
+TooFew = session_engine("TooFew", generate=lambda self, prompts, *_: [])
+GeneratesNone = session_engine("GeneratesNone", generate=lambda self, *_: None)
+Endless = session_engine("Endless", generate=lambda self, prompts, *_: [Generation((1,) * 100_000)] * len(prompts))
+NumpyTokens = session_engine(
+    "NumpyTokens", generate=lambda self, prompts, *_: [Generation(np.array([1, 2], np.int64), ())] * len(prompts)  # type: ignore[arg-type]
+)
+
+
+class Stateful(SessionEngine):
+    """Logits that depend on how often the session was used: a stale buffer."""
+
+    class session(ToySession):  # noqa: N801
+        def forward(self, *args: Any) -> Any:
+            return ToySession.forward(self, *args) + np.float32(self.forwards)
+
+
+class BadTaps(SessionEngine):
+    """One of each: unknown name, wrong layer, wrong shape, given twice."""
+
+    class session(ToySession):  # noqa: N801
+        def forward(self, rows: Rows, want_logits: Any, taps: frozenset[str], sink: Any) -> Any:
+            kind = int(rows.token[0])
+            good = np.zeros((len(rows), self.config.hidden), np.float32)
+            if kind == 0:
+                sink("no_such_tap", 0, good)
+            elif kind == 1:
+                sink("embed", 7, good)
+            elif kind == 2:
+                sink("embed", -1, good[:, :3])
+            elif kind == 3:
+                sink("embed", -1, good)
+                sink("embed", -1, good)
+            elif kind == 4:
+                sink("embed", -1, None)
+            return np.zeros((int(want_logits.sum()), self.config.vocab), np.float32)
+
+
+class CrashAtFourth(SessionEngine):
+    """The third forward pass of a session segfaults."""
+
+    class session(ToySession):  # noqa: N801
+        def forward(self, *args: Any) -> Any:
+            if self.forwards == 2:
+                ctypes.string_at(0)
+            return ToySession.forward(self, *args)
