@@ -57,7 +57,7 @@ class BlockedEngine:
         for name, value in found.items():
             if np.shape(value) != outputs[name].shape:
                 raise EngineError(f"{op}: output {name} is {list(outputs[name].shape)}, but the result is {list(np.shape(value))}")
-            outputs[name][...] = value
+            points.write(outputs[name], value)
 
     def open(self, config: Config, weights: Provider) -> BlockedSession:
         """A session on a copy of the weights. Raises WeightError for a tensor that is missing, misshapen or not finite."""

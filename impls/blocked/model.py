@@ -7,28 +7,17 @@ attention span by span, experts grouped by expert. Dimension letters as in point
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from impls.blocked import ops, tree
-from impls.blocked.cache import PagedCache, Slots
-from impls.blocked.points import Bool, Float, Int, Overrides, Points, with_overrides
+from impls.blocked.cache import PagedCache
+from impls.blocked.points import Float, Int, Overrides, Points, Span, with_overrides
 from spec.config import Config
 from spec.engine import Drafter, EngineError, Generation, Limits, Round, Rows, TapSink
 from spec.weights import Provider, checked
-
-
-@dataclass(frozen=True)
-class _Span:
-    """The rows of one sequence in a batch."""
-
-    at: NDArray[np.int64]  # their indices in the batch
-    prefix_len: int
-    slots: Slots  # of all P + n rows, in logical order
-    seen: Bool  # [n, P + n]
 
 
 class BlockedSession:
@@ -79,7 +68,7 @@ class BlockedSession:
         if bad.any():
             raise EngineError(f"parent of row {int(np.argmax(bad))} must be an earlier row of its sequence, or -1")
 
-    def _spans(self, rows: Rows) -> tuple[list[_Span], Int]:
+    def _spans(self, rows: Rows) -> tuple[list[Span], Int]:
         """The spans in order of their first row, and the absolute positions of all rows [T]."""
         spans = []
         positions = np.empty(len(rows), np.int32)
@@ -91,10 +80,10 @@ class BlockedSession:
             node = np.arange(len(at), dtype=np.int32)
             positions[at] = self._points.position(prefix_len, node, rows.position[at] - np.int32(prefix_len))
             slots = self._cache.reserve(sequence, len(at))
-            spans.append(_Span(at, prefix_len, slots, self._points.visible(parents, prefix_len)))
+            spans.append(Span(at, prefix_len, slots, self._points.visible(parents, prefix_len)))
         return spans, positions
 
-    def _attention_block(self, layer: int, stream: Float, spans: Sequence[_Span], cos: Float, sin: Float, emit: TapSink) -> Float:
+    def _attention_block(self, layer: int, stream: Float, spans: list[Span], cos: Float, sin: Float, emit: TapSink) -> Float:
         """stream + attention(norm(stream)), [T,N]."""
         p, c = self._points, self._config
         rows = len(stream)
@@ -127,21 +116,22 @@ class BlockedSession:
         emit("attn_residual", layer, stream)
         return stream
 
-    def _attend(self, layer: int, q: Float, new_rows: Float, spans: Sequence[_Span], emit: TapSink) -> Float:
+    def _attend(self, layer: int, q: Float, new_rows: Float, spans: list[Span], emit: TapSink) -> Float:
         """Write the new cache rows, then attend span by span: q [T,H,C] -> [T,H,R]."""
         p, c = self._points, self._config
         keys_max = max(len(span.slots) for span in spans)
         raw = np.zeros((*q.shape[:2], keys_max), np.float32)  # (T,H,S)
         probs = np.zeros_like(raw)
-        out = np.empty((*q.shape[:2], c.kv_rank), np.float32)
+        out = np.full((*q.shape[:2], c.kv_rank), np.nan, np.float32)  # NaN: a row that no span fills shows
         for span in spans:
             self._cache.store[layer, span.slots[span.prefix_len :]] = new_rows[span.at]
+        for span in p.batch(spans):
             keys = self._cache.store[layer, span.slots]  # (S,C)
             scores = ops.scores(p, q[span.at], keys, self._scale)
             weights = ops.softmax(p, scores, span.seen, span.prefix_len)
             out[span.at] = ops.o_latent(p, weights, keys[:, : c.kv_rank])
-            raw[span.at, :, : len(keys)] = scores
-            probs[span.at, :, : len(keys)] = weights
+            raw[span.at, :, : len(keys)] = scores[:, :, :keys_max]
+            probs[span.at, :, : len(keys)] = weights[:, :, :keys_max]
         emit("scores", layer, raw)
         emit("probs", layer, probs)
         return out

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from impls.blocked.points import Bool, Float, Int, Points
+from impls.blocked.points import Bool, Float, Int, Points, State
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -36,9 +36,10 @@ def scores(p: Points, q: Float, keys: Float, scale: np.float32) -> Float:
 def softmax(p: Points, raw: Float, seen: Bool, prefix_len: int) -> Float:
     """Weights [T,H,S] of scores [T,H,S]; 0 where `seen` [T,S] is False; a row that sees nothing is all 0."""
     tile, count = p.key_tile(), raw.shape[-1]
-    masked = np.empty_like(raw)
-    state: tuple[Float, Float] | None = None
-    for part in p.key_parts(prefix_len, count):
+    masked, probs = np.empty_like(raw), np.zeros_like(raw)
+    parts = p.key_parts(prefix_len, count)
+    states: list[State] = []
+    for part in parts:
         peak = np.full((*raw.shape[:2], 1), p.peak_start(), np.float32)
         total = np.zeros_like(peak)
         for start in range(*part, tile):
@@ -48,10 +49,10 @@ def softmax(p: Points, raw: Float, seen: Bool, prefix_len: int) -> Float:
             new_peak = np.maximum(peak, block.max(axis=-1, keepdims=True))
             total = total * p.rescale(peak, new_peak) + p.row_sum(_weights(p, block, new_peak))
             peak = new_peak
-        state = (peak, total) if state is None else p.merge(state, (peak, total))
-    if state is None:
-        return np.zeros_like(raw)
-    return p.normalise(_weights(p, masked, state[0]), state[1])
+        states.append((peak, total))
+    for (start, stop), (peak, total) in zip(parts, p.merge(states) if states else [], strict=True):
+        probs[:, :, start:stop] = p.normalise(_weights(p, masked[:, :, start:stop], peak), total)
+    return probs
 
 
 def _weights(p: Points, masked: Float, peak: Float) -> Float:
@@ -108,10 +109,11 @@ def experts(p: Points, x: Float, ids: Int, gate: Float, up: Float, down: Float) 
     chosen, starts = np.unique(flat[order], return_index=True)
     members = dict(zip(chosen.tolist(), np.split(order, starts[1:]), strict=True))
     for expert in p.expert_order(list(members)):
-        pairs = p.expert_rows(expert, members[expert])
+        pairs = p.expert_rows(expert, len(gate), members[expert])
+        index = p.expert_index(expert, len(gate))
         tokens = x[pairs // top_k]
-        out["gate"][pairs] = p.gemm("expert_gate", tokens, gate[expert])
-        out["up"][pairs] = p.gemm("expert_up", tokens, up[expert])
+        out["gate"][pairs] = p.gemm("expert_gate", tokens, gate[index])
+        out["up"][pairs] = p.gemm("expert_up", tokens, up[index])
         out["act"][pairs] = p.swiglu(out["gate"][pairs], out["up"][pairs])
-        out["out"][pairs] = p.gemm("expert_out", out["act"][pairs], down[expert])
+        out["out"][pairs] = p.gemm("expert_out", out["act"][pairs], down[index])
     return {name: value.reshape(rows, top_k, -1) for name, value in out.items()}

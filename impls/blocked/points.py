@@ -29,6 +29,8 @@ Float = NDArray[np.float32]
 Int = NDArray[np.int32]
 Bool = NDArray[np.bool_]
 RankPath = tuple[int, ...]
+State = tuple[Float, Float]
+"""Softmax state of a set of keys: running maximum and sum of exp(score - maximum), each [T,H,1]."""
 
 PAGE = 4  # rows a page; small, so that short sequences already cross pages
 TILE = 16  # keys a tile; small, so that short sequences already rescale
@@ -36,12 +38,27 @@ ONE, ZERO = np.float32(1), np.float32(0)
 _EXACT_BITS = 149  # every finite float32 is a multiple of 2**-149
 
 
-# Dense products and norms
+@dataclass(frozen=True)
+class Span:
+    """The rows of one sequence in a batch: n pending rows behind P committed ones."""
+
+    at: NDArray[np.int64]  # [n], their indices in the batch
+    prefix_len: int
+    slots: NDArray[np.int64]  # [P + n], physical cache slots in logical order
+    seen: Bool  # [n, P + n]
+
+
+# Inputs, outputs, dense products and norms
 
 
 def operand(array: NDArray[Any]) -> NDArray[Any]:
     """An input of `run_op` or a weight as the kernels read it: same values, whatever its strides."""
     return array
+
+
+def write(output: NDArray[Any], value: NDArray[Any]) -> None:
+    """Fill the caller's output of `run_op`."""
+    output[...] = value
 
 
 def gemm(site: str, x: Float, w: Float) -> Float:
@@ -164,6 +181,11 @@ def visible(parents: Sequence[int], prefix_len: int) -> Bool:
     return seen
 
 
+def batch(spans: list[Span]) -> list[Span]:
+    """The spans of a batch as the attention kernel reads them: keys through `slots`, the mask from `seen`, results to rows `at`."""
+    return spans
+
+
 def softmax_scale(config: Config) -> float:
     """The factor on every score, YaRN's mscale squared included (rule M5)."""
     return config.softmax_scale
@@ -228,10 +250,14 @@ def row_sum(weights: Float) -> Float:
     return out
 
 
-def merge(first: tuple[Float, Float], second: tuple[Float, Float]) -> tuple[Float, Float]:
-    """The softmax state (running maximum, sum), each [T,H,1], of two disjoint parts of the keys together."""
-    peak = np.maximum(first[0], second[0])
-    return peak, first[1] * rescale(first[0], peak) + second[1] * rescale(second[0], peak)
+def merge(states: list[State]) -> list[State]:
+    """From the softmax state of each part of the keys, the state that the part's weights are made with: that of all keys."""
+    peak, total = states[0]
+    for part_peak, part_total in states[1:]:
+        new_peak = np.maximum(peak, part_peak)
+        total = total * rescale(peak, new_peak) + part_total * rescale(part_peak, new_peak)
+        peak = new_peak
+    return [(peak, total)] * len(states)
 
 
 def normalise(weights: Float, total: Float) -> Float:
@@ -281,9 +307,14 @@ def mixing_weights(picked: Float, norm_top_k: bool, routed_scale: float, eps: fl
     return picked * np.float32(routed_scale)
 
 
-def expert_rows(expert: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of the flat (token, choice) pairs that chose `expert`, those that it computes: all."""
+def expert_rows(expert: int, experts: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of the flat (token, choice) pairs that chose `expert` of `experts`, those that it computes: all."""
     return rows
+
+
+def expert_index(expert: int, experts: int) -> int:
+    """The slice of the expert weights that `expert` reads: its own."""
+    return expert
 
 
 def expert_order(experts: Sequence[int]) -> Sequence[int]:
@@ -436,9 +467,9 @@ def accepted(path: list[int], tokens: Sequence[int], parents: Sequence[int], tar
     return path
 
 
-def bonus_row(path: Sequence[int], parents: Sequence[int]) -> int:
-    """The row whose choice is the bonus: that of the last accepted node (A3)."""
-    return path[-1]
+def bonus(path: Sequence[int], parents: Sequence[int], target: Sequence[int]) -> int:
+    """The bonus token: the choice of the row of the last accepted node (A3)."""
+    return target[path[-1]]
 
 
 def emitted(path: Sequence[int], tokens: Sequence[int], bonus: int) -> list[int]:
@@ -464,6 +495,7 @@ class Points:
     """The table of named points; see the default functions for what each one means."""
 
     operand: Callable[[NDArray[Any]], NDArray[Any]] = operand
+    write: Callable[[NDArray[Any], NDArray[Any]], None] = write
     gemm: Callable[[str, Float, Float], Float] = gemm
     mean_square: Callable[[Float], Float] = mean_square
     norm_eps: Callable[[Config, str], float] = norm_eps
@@ -478,6 +510,7 @@ class Points:
     rotate: Callable[[str, Float, Float, Float, bool], Float] = rotate
     position: Callable[[int, Int, Int], Int] = position
     visible: Callable[[Sequence[int], int], Bool] = visible
+    batch: Callable[[list[Span]], list[Span]] = batch
     softmax_scale: Callable[[Config], float] = softmax_scale
     absorb: Callable[[Float, Float], Float] = absorb
     unabsorb: Callable[[Float, Float], Float] = unabsorb
@@ -490,7 +523,7 @@ class Points:
     exponential: Callable[[Float], Float] = exponential
     rescale: Callable[[Float, Float], Float] = rescale
     row_sum: Callable[[Float], Float] = row_sum
-    merge: Callable[[tuple[Float, Float], tuple[Float, Float]], tuple[Float, Float]] = merge
+    merge: Callable[[list[State]], list[State]] = merge
     normalise: Callable[[Float, Float], Float] = normalise
     value_tile: Callable[[Float, int, int], Float] = value_tile
     group_scores: Callable[[Float, bool], Float] = group_scores
@@ -499,7 +532,8 @@ class Points:
     biased: Callable[[Float, Float], Float] = biased
     mixing_scores: Callable[[Float, Float, Float, NDArray[np.int64]], Float] = mixing_scores
     mixing_weights: Callable[[Float, bool, float, float], Float] = mixing_weights
-    expert_rows: Callable[[int, NDArray[np.int64]], NDArray[np.int64]] = expert_rows
+    expert_rows: Callable[[int, int, NDArray[np.int64]], NDArray[np.int64]] = expert_rows
+    expert_index: Callable[[int, int], int] = expert_index
     expert_order: Callable[[Sequence[int]], Sequence[int]] = expert_order
     shared_output: Callable[[Float], Float] = shared_output
     combine: Callable[[Float, Float, Float], Float] = combine
@@ -526,7 +560,7 @@ class Points:
     child_of: Callable[[int, int, Sequence[int], Sequence[int]], int] = child_of
     deciding_row: Callable[[int, Sequence[int]], int] = deciding_row
     accepted: Callable[[list[int], Sequence[int], Sequence[int], Sequence[int]], list[int]] = accepted
-    bonus_row: Callable[[Sequence[int], Sequence[int]], int] = bonus_row
+    bonus: Callable[[Sequence[int], Sequence[int], Sequence[int]], int] = bonus
     emitted: Callable[[Sequence[int], Sequence[int], int], list[int]] = emitted
     stream_end: Callable[[Sequence[int], int, Limits], int | None] = stream_end
     draft_history: Callable[[list[int]], list[int]] = draft_history

@@ -113,4 +113,4 @@ def accept(p: Points, tokens: Sequence[int], parents: Sequence[int], target: Seq
             break
         path.append(child)
     path = p.accepted(path, tokens, parents, target)
-    return path, target[p.bonus_row(path, parents)]
+    return path, p.bonus(path, parents, target)
