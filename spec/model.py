@@ -242,13 +242,13 @@ def per_head(x: Float, matrices: Float | Prepared) -> Float:
 def attention_scores(query: Float, keys: Float | Prepared, scale: float) -> Float:
     """query [T, H, C], keys [C, S] (transposed rows) -> scale * q.k as one operation, [T, H, S]; every key, visible or not."""
     T, H, C = query.shape
-    return matmul(query.reshape(T * H, C), keys, scale).reshape(T, H, -1)
+    return matmul(query.reshape(T * H, C), keys, scale).reshape(T, H, keys.shape[1])
 
 
 def attention_values(probs: Float, latents: Float | Prepared) -> Float:
     """probs [T, H, S], latents [S, R] -> sum_s p_s c_s, [T, H, R]."""
     T, H, S = probs.shape
-    return matmul(probs.reshape(T * H, S), latents).reshape(T, H, -1)
+    return matmul(probs.reshape(T * H, S), latents).reshape(T, H, latents.shape[1])
 
 
 def argmax(logits: Float) -> Int:

@@ -24,7 +24,7 @@ def choose(scores: Float, bias: Float | None, top_k: int, groups: int, top_group
     """
     choice = scores if bias is None else add(scores, bias)  # (T,E)
     if groups > 1:
-        grouped = choice.reshape(len(choice), groups, -1)  # (T,G,E/G)
+        grouped = choice.reshape(len(choice), groups, choice.shape[1] // groups)  # (T,G,E/G)
         best = np.sort(grouped, axis=-1)
         group_scores = best[..., -1] if group_score_max else add(best[..., -1], best[..., -2])  # (T,G)
         kept = np.zeros(group_scores.shape, np.bool_)
