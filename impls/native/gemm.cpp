@@ -1,0 +1,76 @@
+// Answers matmul, q_absorb and o_heads of the specification. float32 in, accumulators and out.
+// x [T,K], w [K,N] row-major; a tile of 4 rows by 8 columns stays in registers while a run of 32 rows of w streams past.
+#include "gemm.hpp"
+
+#include "lanes.hpp"
+
+namespace paritree {
+namespace {
+
+constexpr int64_t kTileRows = 4;
+
+inline float load(const float* from, float /*kind*/) { return *from; }
+inline f32x4 load(const float* from, f32x4 /*kind*/) { return load4(from); }
+inline float spread(float value, float /*kind*/) { return value; }
+inline f32x4 spread(float value, f32x4 /*kind*/) { return broadcast4(value); }
+inline void store(float* to, float value) { *to = value; }
+inline void store(float* to, f32x4 value) { store4(to, value); }
+
+// One tile of ROWS rows by one Value of columns. Each output adds the same terms in the same order whatever the tile.
+template <int ROWS, class Value>
+void tile(const float* x, int64_t x_stride, const float* w, int64_t w_stride, float* out, int64_t out_stride, int64_t inner) {
+  const Value kind{};
+  PairwiseSum<Value> sums[ROWS];
+  for (int64_t start = 0; start < inner; start += kRun) {
+    const int64_t end = start + kRun < inner ? start + kRun : inner;
+    Value run[ROWS];
+    const Value w_first = load(w + start * w_stride, kind);
+    for (int row = 0; row < ROWS; ++row) run[row] = spread(x[row * x_stride + start], kind) * w_first;
+    for (int64_t k = start + 1; k < end; ++k) {
+      const Value w_k = load(w + k * w_stride, kind);
+      for (int row = 0; row < ROWS; ++row) run[row] += spread(x[row * x_stride + k], kind) * w_k;
+    }
+    for (int row = 0; row < ROWS; ++row) sums[row].push(run[row]);
+  }
+  for (int row = 0; row < ROWS; ++row) store(out + row * out_stride, sums[row].total());
+}
+
+template <int ROWS>
+void row_panel(const float* x, int64_t x_stride, const float* w, float* out, int64_t out_stride, int64_t inner, int64_t columns) {
+  int64_t column = 0;
+  for (; columns - column >= 4; column += 4) tile<ROWS, f32x4>(x, x_stride, w + column, columns, out + column, out_stride, inner);
+  for (; column < columns; ++column) tile<ROWS, float>(x, x_stride, w + column, columns, out + column, out_stride, inner);
+}
+
+}  // namespace
+
+void matmul(const float* x, int64_t x_stride, const float* w, float* out, int64_t out_stride, int64_t rows, int64_t inner, int64_t columns) {
+#ifdef PARITREE_PLANT_GEMM_HANG
+  for (volatile bool waiting = rows == 5; waiting;) {
+  }
+#endif
+  int64_t row = 0;
+  for (; rows - row >= kTileRows; row += kTileRows) {
+    row_panel<4>(x + row * x_stride, x_stride, w, out + row * out_stride, out_stride, inner, columns);
+  }
+#ifdef PARITREE_PLANT_GEMM_TAIL_STALE
+  if (row > 0) return;  // the tail rows keep what the buffer held
+#endif
+  x += row * x_stride;
+  out += row * out_stride;
+  switch (rows - row) {
+    case 3: row_panel<3>(x, x_stride, w, out, out_stride, inner, columns); break;
+    case 2: row_panel<2>(x, x_stride, w, out, out_stride, inner, columns); break;
+    case 1: row_panel<1>(x, x_stride, w, out, out_stride, inner, columns); break;
+    default: break;
+  }
+}
+
+void matmul_per_head(const float* x, int64_t x_stride, int64_t x_head_stride, const float* w, float* out, int64_t rows, int64_t heads,
+                     int64_t inner, int64_t columns) {
+  for (int64_t head = 0; head < heads; ++head) {
+    matmul(x + head * x_head_stride, x_stride, w + head * inner * columns, out + head * columns, heads * columns, rows, inner, columns);
+  }
+}
+
+}  // namespace paritree

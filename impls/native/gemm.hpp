@@ -1,0 +1,14 @@
+#pragma once
+
+#include <cstdint>
+
+namespace paritree {
+
+// out[t,n] = sum_k x[t,k] * w[k,n]; rows of x and out are x_stride and out_stride floats apart, w is contiguous.
+void matmul(const float* x, int64_t x_stride, const float* w, float* out, int64_t out_stride, int64_t rows, int64_t inner, int64_t columns);
+
+// out[t,h,:] = x[t,h,:] @ w[h]: q_absorb and o_heads.
+void matmul_per_head(const float* x, int64_t x_stride, int64_t x_head_stride, const float* w, float* out, int64_t rows, int64_t heads,
+                     int64_t inner, int64_t columns);
+
+}  // namespace paritree

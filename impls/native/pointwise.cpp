@@ -1,0 +1,38 @@
+// Answers add, swiglu, embed and argmax: operations on one element or one row at a time.
+#include "pointwise.hpp"
+
+#include <cmath>
+#include <cstring>
+
+namespace paritree {
+
+float sigmoid(float x) {
+  // exp of a negative number only, so that nothing overflows and small results keep their relative accuracy
+  const float e = std::exp(-std::fabs(x));
+  return x >= 0.0f ? 1.0f / (1.0f + e) : e / (1.0f + e);
+}
+
+void add(const float* a, const float* b, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = a[i] + b[i];
+}
+
+void swiglu(const float* gate, const float* up, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = (gate[i] * sigmoid(gate[i])) * up[i];
+}
+
+void embed(const float* table, const int32_t* ids, float* out, int64_t rows, int64_t columns) {
+  for (int64_t row = 0; row < rows; ++row) {
+    std::memcpy(out + row * columns, table + ids[row] * columns, static_cast<std::size_t>(columns) * sizeof(float));
+  }
+}
+
+int32_t argmax(const float* logits, int64_t count) {
+  int64_t best = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (std::isnan(logits[i])) return static_cast<int32_t>(i);
+    if (logits[i] > logits[best]) best = i;
+  }
+  return static_cast<int32_t>(best);
+}
+
+}  // namespace paritree
