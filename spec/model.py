@@ -32,7 +32,7 @@ from spec.arithmetic import (
 from spec.cache import LatentCache
 from spec.config import Config
 from spec.engine import Drafter, EngineError, Float, Generation, Int, Limits, Rows, TapSink
-from spec.rotary import Rotary
+from spec.rotary import POSITION_MAX, Rotary
 from spec.routing import route, router_scores
 from spec.weights import Provider, Weights, checked
 
@@ -373,8 +373,8 @@ class GoldenSession:
         for i, (token, position, parent) in enumerate(zip(rows.token.tolist(), rows.position.tolist(), rows.parent.tolist(), strict=True)):
             if not 0 <= token < vocab:
                 raise RowsError(f"row {i} has token {token}, but must be between 0 and {vocab - 1}")
-            if position < 0:
-                raise RowsError(f"row {i} has position {position}, but must be at least 0")
+            if not 0 <= position < POSITION_MAX:
+                raise RowsError(f"row {i} has position {position}, but must be between 0 and {POSITION_MAX - 1}")
             if not -1 <= parent < i:
                 raise RowsError(f"row {i} has parent {parent}, but must be -1 or an earlier row")
             if parent >= 0 and rows.sequence[parent] != rows.sequence[i]:
