@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec.ops import OPS
 from spec.tree import (
     BUDGET_MAX,
     DraftTable,
@@ -462,3 +463,38 @@ def test_cut_keeps_the_first_stop_and_the_limit(tokens: list[int], stops: set[in
 
 def test_rows_55_and_57_cut_by_rule_not_by_value() -> None:
     assert cut([9, 0, 9, 4], (), 3) == (9, 0, 9)
+
+
+# The same functions as operations: fixed widths, padded with -1
+
+
+def test_the_operations_pad_to_fixed_widths() -> None:
+    """C4: buffers of B + 1 rows whatever N is; token 0 is a node, -1 is none."""
+    table = {"ids": np.array([[4, 0]], np.int32), "log_probs": np.array([[-0.5, -1.0]], np.float32)}
+    tree = OPS["best_first_tree"].function(table, {"budget": 4, "root": 7})
+    assert {name: values.tolist() for name, values in tree.items()} == {
+        "tokens": [7, 4, 0, -1, -1],
+        "parents": [-1, 0, 0, -1, -1],
+        "depths": [0, 1, 1, -1, -1],
+        "count": [2],
+    }
+    walked = {"tokens": [7, 4, 0], "parents": [-1, 0, 0], "target": [0, 8, 9]}
+    accepted = OPS["accept"].function({name: np.array(values, np.int32) for name, values in walked.items()}, {})
+    assert {name: values.tolist() for name, values in accepted.items()} == {"path": [0, 2, -1], "length": [2], "bonus": [9]}
+
+
+@pytest.mark.parametrize("prefix_len", [0, 3])
+def test_the_mask_operation_gives_positions_and_bytes(prefix_len: int) -> None:
+    mask = OPS["tree_mask"].function({"parents": np.array([-1, 0, 0], np.int32)}, {"prefix_len": prefix_len})
+    assert mask["positions"].tolist() == [prefix_len, prefix_len + 1, prefix_len + 1]
+    assert mask["visible"].dtype == np.uint8
+    assert mask["visible"].tolist() == [[1] * prefix_len + row for row in ([1, 0, 0], [1, 1, 0], [1, 0, 1])]
+    with pytest.raises(TreeError, match="T6"):
+        OPS["tree_mask"].function({"parents": np.array([-1, 2, 0], np.int32)}, {"prefix_len": prefix_len})
+
+
+def test_the_compaction_operation_keeps_nothing_for_an_empty_path() -> None:
+    """K3: a round may be dropped as a whole."""
+    cache = np.arange(8, dtype=np.float32).reshape(4, 2)
+    out = OPS["compact"].function({"cache": cache, "path": np.array([], np.int32)}, {"prefix_len": 3})["out"]
+    assert np.array_equal(out, cache[:3])
