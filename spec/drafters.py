@@ -43,7 +43,7 @@ class RandomDrafter:
         _check_sizes(self.vocab, self.block_len, self.grid)
 
     def draft(self, sequence: int, history: Int) -> Float:
-        return _coarse(_logits_of(_history_key("random", self.seed, history), self.block_len, self.vocab), self.grid, self.bf16)
+        return _coarse(_logits_of(_bits_of_history("random", self.seed, history), self.block_len, self.vocab), self.grid, self.bf16)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class NoisyTargetDrafter:
     def draft(self, sequence: int, history: Int) -> Float:
         expected = _continuation(self._golden_bytes, self.golden, sequence, history, self.block_len)
         if not expected:
-            return _coarse(_logits_of(_history_key("off", self.seed, history), self.block_len, self.vocab), self.grid, self.bf16)
+            return _coarse(_logits_of(_bits_of_history("off", self.seed, history), self.block_len, self.vocab), self.grid, self.bf16)
         bits = _bits("noisy", self.seed, sequence, len(history) - self.prompt_lens[sequence])
         logits = _logits_of(bits, self.block_len, self.vocab)
         order = np.argsort(-logits, axis=1, kind="stable")  # (L,V), tokens by rank
@@ -146,7 +146,7 @@ class ChainDrafter:
         return tuple(np.array(tokens, np.int32).tobytes() for tokens in self.golden)
 
     def draft(self, sequence: int, history: Int) -> Float:
-        logits = _logits_of(_history_key("chain", self.seed, history), self.block_len, self.vocab)
+        logits = _logits_of(_bits_of_history("chain", self.seed, history), self.block_len, self.vocab)
         expected = _continuation(self._golden_bytes, self.golden, sequence, history, self.block_len)
         best = logits.argmax(axis=1)  # (L,)
         best[: len(expected)] = expected
@@ -194,7 +194,7 @@ def to_bf16(values: Float) -> Float:
 # Random numbers
 
 
-def _history_key(kind: str, seed: int, history: Int) -> np.random.Philox:
+def _bits_of_history(kind: str, seed: int, history: Int) -> np.random.Philox:
     digest = hashlib.blake2b(np.ascontiguousarray(history, np.int32).tobytes(), digest_size=16).hexdigest()
     return _bits(kind, seed, digest)
 

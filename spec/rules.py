@@ -318,7 +318,7 @@ _COMMIT_RULES = (
         "K3",
         "Rejected slots are freed, each once.",
         "N + 1 = 4 pending rows, path [0, 2] -> 2 slots freed; a second commit frees none",
-        "DDTREE over paged caches, sgl-project/sglang #29907",
+        "paged caches, sgl-project/sglang #29907",
         lambda: len(compact(np.zeros(4), 0, [0, 2])) == 2,
     ),
     Rule(
