@@ -1,0 +1,146 @@
+"""Engines by name: a string in, an engine out, so that cases, stores and command lines can say which engine they mean.
+
+    golden, blocked, native        ours
+    blocked:Z08, native:mask-tile  ours with a plant or a benign variant
+    mine                           an entry point of the group `paritree.engines`
+    ./libmine.so                   a shared library with the C ABI (a slash or .so, .dylib makes it a path)
+    package.module:Class           imported and called without arguments; an object that is no class or function is taken as it is
+
+Nothing of an engine is imported before it is named.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from impls.native.adapter import EngineLoadError
+from spec.engine import Engine
+
+__all__ = ["EngineLoadError", "UnknownEngine", "known_engines", "prepare", "resolve"]
+
+GROUP = "paritree.engines"
+LIBRARY_SUFFIXES = (".so", ".dylib")
+
+
+class UnknownEngine(LookupError):
+    """No engine has this name; the message lists those that exist and the forms that a name can take."""
+
+
+def resolve(spec: str) -> Engine:
+    """The engine named by `spec`. Raises UnknownEngine, or EngineLoadError where it exists but cannot be loaded."""
+    name, _, variant = spec.partition(":")
+    if name in _OWN:
+        return _OWN[name](variant or None)
+    if os.sep in spec or spec.endswith(LIBRARY_SUFFIXES):
+        from impls.native.adapter import load_library
+
+        return load_library(spec)
+    point = _entry_points().get(spec)
+    if point is not None:
+        return _made(spec, point.load)
+    if variant:
+        return _made(spec, lambda: _attribute(name, variant))
+    raise UnknownEngine(_unknown(spec, known_engines()))
+
+
+def prepare(spec: str) -> None:
+    """Do beforehand what would make the first `resolve` of `spec` slow: compile the native engine. Loads no engine.
+
+    For a supervisor, before its workers start under a deadline. Raises as `resolve` does.
+    """
+    name, _, variant = spec.partition(":")
+    if name == "native":
+        _built(variant or None)
+
+
+def known_engines() -> tuple[str, ...]:
+    """Our engines and the installed entry points."""
+    return (*_OWN, *sorted(_entry_points()))
+
+
+def _golden(variant: str | None) -> Engine:
+    from impls.golden import GoldenEngine
+
+    if variant is not None:
+        raise UnknownEngine(f"there is no engine 'golden:{variant}': the specification has no variants, use 'golden'")
+    return GoldenEngine()
+
+
+def _blocked(variant: str | None) -> Engine:
+    from impls import blocked
+
+    try:
+        return blocked.engine(variant)
+    except LookupError as problem:
+        raise UnknownEngine(str(problem.args[0])) from None
+
+
+def _native(variant: str | None) -> Engine:
+    from impls.native.adapter import load_library
+
+    return load_library(_built(variant), name=f"native:{variant}" if variant else None)
+
+
+def _built(variant: str | None) -> Path:
+    from impls.native import build
+
+    try:
+        return build.library(plant=variant)
+    except build.UnknownPlant as problem:
+        raise UnknownEngine(str(problem)) from None
+    except build.NoCompiler as problem:
+        raise EngineLoadError("native", str(problem), "the native engine is compiled at first use", "install a C++17 compiler") from problem
+    except build.BuildError as problem:
+        raise EngineLoadError("native", str(problem), "the native engine must compile", "see the compiler's message") from problem
+
+
+_OWN: dict[str, Callable[[str | None], Engine]] = {"golden": _golden, "blocked": _blocked, "native": _native}
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def _attribute(module_name: str, path: str) -> object:
+    """`module:a.b`. The current folder is searched last, so that it cannot hide an installed module."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    found: object = importlib.import_module(module_name)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _made(spec: str, load: Callable[[], object]) -> Engine:
+    """The engine that `load` gives or makes. Whatever goes wrong is the engine's, hence the wide except."""
+    try:
+        loaded = load()
+        engine = loaded() if callable(loaded) and (isinstance(loaded, type) or not hasattr(loaded, "describe")) else loaded
+    except Exception as problem:
+        raise EngineLoadError(
+            spec,
+            f"loading it raised {type(problem).__name__}: {problem}",
+            "it must import and be callable without arguments",
+            "try it in Python",
+        ) from problem
+    if not isinstance(engine, Engine):
+        missing = [method for method in ("describe", "run_op", "open") if not hasattr(engine, method)]
+        raise EngineLoadError(
+            spec,
+            f"{type(engine).__name__} has no method {missing[0]}",
+            "an engine has describe, run_op and open",
+            "see spec/engine.py; a method may raise Unsupported",
+        )
+    return engine
+
+
+def _unknown(spec: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(spec, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"there is no engine {spec!r}{hint}: known are {', '.join(known)}; other forms are ./library.so, module:Class, blocked:NAME, native:PLANT"
