@@ -92,6 +92,7 @@ class GoldenModel:
         self.config = config
         self.rotary = Rotary(config)
         tensors = dict(checked(config, weights.__getitem__ if isinstance(weights, Mapping) else weights))
+        self.weights: Weights = tensors  # as they were given: the judge recomputes from them
         self.embed = tensors["embed"]
         self.layers = [self._layer(tensors, layer) for layer in range(config.layers)]
         self.norm = tensors["norm"]
