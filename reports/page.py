@@ -1,0 +1,280 @@
+"""The page: one HTML file from a store alone. It opens offline, fetches nothing, runs no code but its own script (held by a hash), and stays
+under 2 MB whatever the store holds.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from reports import charts, numbers, words
+from reports.errors import from_os_error
+from reports.page_data import Page, load
+from reports.schema import RUNGS, STATUSES, VERDICTS
+from reports.store import Store, engine_names
+
+PAGE_BYTES = 2_000_000  # a page that can be mailed
+SECTION_BYTES = 1_150_000  # for the sections of findings; the rest is for the tables
+HEAT_BYTES = 350_000
+ROWS_MAX = 800  # rows of the table of findings, about 600 bytes each
+CASE_MAX = 12_000  # characters of a case on the page
+TREES_MAX = 3  # rounds drawn per finding
+COVERAGE_MAX, CELLS_MAX = 120, 40  # regions, and cells per region
+MUTATION_MAX = 400
+
+
+def write_report(store_path: str | os.PathLike[str], out_html: str | os.PathLike[str]) -> Path:
+    """Writes the page of a store and returns its path. Raises StoreError: no store, damaged, the page cannot be written."""
+    with Store.create_or_open(store_path, readonly=True) as store:
+        text = render(load(store))
+    out = Path(out_html)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # A reader never meets half a page.
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=out.parent, prefix=".report-", delete=False) as stream:
+            stream.write(text)
+        os.chmod(stream.name, 0o644)
+        os.replace(stream.name, out)
+    except OSError as problem:
+        raise from_os_error(out, problem) from None
+    return out
+
+
+def render(page: Page) -> str:
+    """The page as text."""
+    environment = _environment()
+    script = _source("script.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sections, detailed = _sections(page, environment.get_template("finding.html"))
+    rows = page.findings[:ROWS_MAX]
+    return environment.get_template("page.html").render(
+        page=page,
+        style=Markup(environment.get_template("style.css").render()),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        sections=Markup("".join(sections)),
+        detailed=detailed,
+        rows=rows,
+        left_out_rows=len(page.findings) - len(rows),
+        left_out_sections=len(rows) - len(detailed),
+        decided=sum(bool(f["ledger"]) for f in page.findings),
+        heats=_heats(page),
+        heat_legend=charts.HEAT_LEGEND,
+        facts=_facts(page),
+        unverified_big=numbers.rate(page.verdicts.get("UNVERIFIED", 0), page.trials),
+        alarms_big=numbers.count(page.alarms.alarms) if page.alarms.trials else numbers.NONE,
+        mutation_sentence=mutation_sentence(page.mutation),
+        mutation_result=_mutation_result,
+        mutation_max=MUTATION_MAX,
+        coverage_max=COVERAGE_MAX,
+        cells_max=CELLS_MAX,
+        data=Markup(_embedded(summary(page))),
+    )
+
+
+def summary(page: Page) -> dict[str, Any]:
+    """The page for machines: also what `paritree check --json` may print."""
+    return {
+        "headline": page.headline,
+        "state": page.state,
+        "trials": page.trials,
+        "checked": page.checked,
+        "unverified_trials": page.verdicts.get("UNVERIFIED", 0),
+        "unverified_scalars": page.unverified_scalars,
+        "verdicts": page.verdicts,
+        "false_alarms": {"alarms": page.alarms.alarms, "trials": page.alarms.trials},
+        "engines": [
+            {
+                "name": engine.name,
+                "version": engine.version,
+                "profile": engine.profile,
+                "trials": engine.trials,
+                "first_failing_rung": engine.first_failing,
+                "ladder": {rung.name: rung.state for rung in engine.ladder},
+            }
+            for engine in page.engines
+        ],
+        "findings": [
+            {name: f[name] for name in ("finding_id", "status", "engine", "verdict", "op", "rule", "output", "rung", "layer", "hits")}
+            for f in page.findings[:ROWS_MAX]
+        ],
+        "problems": page.problems[:50],
+    }
+
+
+def mutation_sentence(rows: list[dict[str, Any]]) -> str:
+    """How many planted defects were found, localised and made small."""
+    planted = [row for row in rows if not row["benign"]]
+    benign = [row for row in rows if row["benign"]]
+    found = [row for row in planted if row["found"]]
+    small = [row for row in found if 0 <= row["minimal_nodes"] <= row["stated_nodes"]]
+    stated = [row for row in found if row["stated_nodes"] >= 0]
+    parts = []
+    if planted:
+        score = numbers.rate(len(found), len(planted))
+        parts.append(f"{len(found)} of {numbers.plural(len(planted), 'planted defect')} found ({score})")
+        parts.append(f"{sum(bool(row['localised']) for row in found)} of them at the operation where they were planted")
+        parts.append(f"{sum(bool(row['reproduced']) for row in found)} shown again from their capsule")
+        if stated:
+            parts.append(f"{len(small)} of {len(stated)} minimised to the size stated by hand or below")
+    if benign:
+        alarms = sum(bool(row["found"]) for row in benign)
+        parts.append(f"{alarms} of {numbers.plural(len(benign), 'benign variant')} raised a false alarm")
+    return "; ".join(parts) + "."
+
+
+def _mutation_result(row: dict[str, Any]) -> tuple[str, str]:
+    if row["benign"]:
+        return ("false alarm", "bad") if row["found"] else ("benign, silent", "good")
+    if not row["found"]:
+        return ("missed", "bad")
+    return ("found", "good") if row["localised"] else ("found elsewhere", "warn")
+
+
+def _sections(page: Page, template: Template) -> tuple[list[str], set[str]]:
+    """A section per finding, the most urgent first, as long as there is room."""
+    out: list[str] = []
+    names: set[str] = set()
+    left = SECTION_BYTES
+    for finding in page.findings[:ROWS_MAX]:
+        text = template.render(f=finding, many=len(page.engines) > 1, case_max=CASE_MAX, **_pictures(finding))
+        left -= len(text.encode())
+        if left < 0:
+            break
+        out.append(text)
+        names.add(finding["finding_id"])
+    return out, names
+
+
+def _pictures(finding: dict[str, Any]) -> dict[str, Any]:
+    rounds = [r for r in finding["tree"] if isinstance(r, dict)]
+    # The rounds with a guilty node first: the others are context.
+    chosen = sorted(rounds, key=lambda r: not (isinstance(r.get("guilty"), int) and r["guilty"] >= 0))[:TREES_MAX]
+    trees = [
+        (str(r.get("title", "")), charts.tree(r, str(r.get("title", ""))), charts.tree_note(r))
+        for r in rounds
+        if any(r is c for c in chosen)
+    ]
+    points = charts.trace_points(finding["trace"])
+    over = next((p for p in points if not p[3] <= 1.0), None)
+    if len(points) < len(finding["trace"]):
+        note = ": the worst tap of each layer"
+    else:
+        note = (
+            f": first above its bound at {over[0]}, layer {over[1]} ({numbers.times(over[3])})" if over else ": no tap is above its bound"
+        )
+    return {
+        "trees": [(title, Markup(svg), note) for title, svg, note in trees if svg],
+        "more_trees": max(0, len(rounds) - TREES_MAX),
+        "trace_svg": Markup(charts.trace(points, (finding["output"], finding["layer"]))),
+        "trace_note": note,
+        "points": points,
+    }
+
+
+def _heats(page: Page) -> list[tuple[Any, Markup]]:
+    out: list[tuple[Any, Markup]] = []
+    left = HEAT_BYTES
+    for engine in page.engines:
+        if engine.heat is not None:
+            svg = charts.heat_map(engine.heat, engine.name)
+            left -= len(svg) + 40 * len(engine.heat.cells)  # the table below it has the same cells
+            if left < 0 and out:
+                page.problems.append(f"the error map of {engine.name} was left out, so that the page stays under 2 MB")
+                continue
+            out.append((engine, Markup(svg)))
+    return out
+
+
+def _facts(page: Page) -> list[tuple[str, str]]:
+    """Where, when and how, from the runs in scope; what was not recorded is not listed."""
+    if not page.runs:
+        return []
+    first, last = page.runs[0], page.runs[-1]
+    spent = sum(run["duration_s"] for run in page.runs)
+    ended = max(run["finished"] for run in page.runs)
+    elapsed = ended - first["started"] if ended else 0.0
+    took = numbers.duration(elapsed) if ended else ""
+    if len(page.runs) > 1:
+        took += f" ({len(page.runs)} runs, {numbers.duration(spent)} together)"
+
+    def distinct(name: str) -> str:
+        return ", ".join(dict.fromkeys(str(run[name]) for run in page.runs if run[name]))
+
+    described = "; ".join(f"{e.name}: {e.description}" if len(page.engines) > 1 else e.description for e in page.engines if e.description)
+    facts = [
+        ("Started", numbers.when(first["started"])),
+        ("Duration", took),
+        ("Purpose", distinct("purpose")),
+        ("Commit", distinct("commit")),
+        ("Seed", distinct("seed")),
+        ("Budget", distinct("budget")),
+        ("Ended", distinct("stopped")),
+        ("Machine", distinct("machine")),
+        ("paritree", distinct("paritree")),
+        ("Engine", described),
+        ("Note", distinct("note")),
+        ("Command", last["command"]),
+    ]
+    return [(label, text) for label, text in facts if text]
+
+
+def _embedded(body: dict[str, Any]) -> str:
+    """JSON that cannot end the script element, nor hold what JSON has no word for."""
+    return json.dumps(body, allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _sort_number(value: float) -> str:
+    return "1e999" if not math.isfinite(value) else repr(float(value))
+
+
+@cache
+def _source(name: str) -> str:
+    return (Path(__file__).parent / "templates" / name).read_text("utf-8")
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, auto_reload=False
+    )
+    environment.filters |= {
+        "count": numbers.count,
+        "plural": numbers.plural,
+        "share": numbers.share,
+        "times": numbers.times,
+        "value3": lambda value: numbers.value(value, 3),
+        "when": numbers.when,
+        "duration": numbers.duration,
+        "tone": words.tone,
+        "sentence": words.sentence,
+        "has_numbers": words.has_numbers,
+        "sort_number": _sort_number,
+        "capitalize_first": lambda text: text[:1].upper() + text[1:],
+    }
+    environment.globals |= {
+        "rate": numbers.rate,
+        "pair": numbers.pair,
+        "difference": numbers.difference,
+        "engine_names": engine_names,
+        "verdict_names": VERDICTS,
+        "verdict_meaning": words.VERDICT_MEANING,
+        "status_meaning": words.STATUS_MEANING,
+        "rung_word": words.RUNG_WORD,
+        "rung_sign": words.RUNG_SIGN,
+        "glossary": words.GLOSSARY,
+        "status_rank": {name: i for i, name in enumerate(STATUSES)},
+        "verdict_rank": {name: -i for i, name in enumerate(VERDICTS)},
+        "rung_rank": {name: i for i, name in enumerate(RUNGS)},
+    }
+    return environment
