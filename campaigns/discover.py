@@ -90,10 +90,10 @@ class _NewFinding(Exception):
 
 @dataclass(frozen=True)
 class Fresh:
-    """A trial with a new fingerprint; `strategy` and `choices` draw the batch that holds its case."""
+    """A trial with a new fingerprint; `batch_strategy(diet, kind, size)` fed with `choices` draws the batch that holds its case."""
 
     outcome: Outcome
-    strategy: st.SearchStrategy[Any]
+    size: str
     choices: bytes
 
 
@@ -109,7 +109,7 @@ class Discovery:
     trials: int = 0
     done: dict[str, int] = field(default_factory=dict)  # trials by kind
     _rng: random.Random = field(init=False)
-    _tests: dict[tuple[str, str], tuple[Callable[[bytes], Any], _Capture, st.SearchStrategy[Any]]] = field(default_factory=dict)
+    _tests: dict[tuple[Diet, str, str], tuple[Callable[[bytes], Any], _Capture]] = field(default_factory=dict)
     _fresh: list[Outcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -122,17 +122,19 @@ class Discovery:
             raise ValueError("the engine offers neither operations nor sessions: there is nothing to try")
         kind = min(shares, key=lambda name: self.done.get(name, 0) / shares[name])
         small = self.trials < min(SMALL_MAX, SMALL_SHARE * self.trials_expected)
-        test, capture, strategy = self._test(kind, "small" if small else "full")
+        size = "small" if small else "full"
+        test, capture = self._test(kind, size)
         self._fresh.clear()
         capture.last = b""
         try:
             test(self._rng.randbytes(BYTES[kind]))
         except _NewFinding:
             pass
-        return [Fresh(outcome, strategy, capture.last) for outcome in self._fresh]
+        return [Fresh(outcome, size, capture.last) for outcome in self._fresh]
 
-    def _test(self, kind: str, size: str) -> tuple[Callable[[bytes], Any], _Capture, st.SearchStrategy[Any]]:
-        if (kind, size) not in self._tests:
+    def _test(self, kind: str, size: str) -> tuple[Callable[[bytes], Any], _Capture]:
+        key = (self.diet, kind, size)
+        if key not in self._tests:
             strategy = batch_strategy(self.diet, kind, size)
             capture = _Capture()
 
@@ -145,8 +147,8 @@ class Discovery:
             def batch(cases: list[Case]) -> None:
                 self._try(kind, cases)
 
-            self._tests[kind, size] = (batch.hypothesis.fuzz_one_input, capture, strategy)  # type: ignore[attr-defined]
-        return self._tests[kind, size]
+            self._tests[key] = (batch.hypothesis.fuzz_one_input, capture)  # type: ignore[attr-defined]
+        return self._tests[key]
 
     def _try(self, kind: str, cases: list[Case]) -> None:
         outcomes = self.run(cases)

@@ -38,6 +38,8 @@ def op_call(case: OpCase) -> OpCall:
         outputs = output_shapes(record, dims, params)
     except KeyError as missing:
         raise CaseError(f"{case.op}: the case lacks the dimension or parameter {missing}") from None
+    except (ValueError, IndexError, ZeroDivisionError) as problem:
+        raise CaseError(f"{case.op}: the dimensions {dims} do not fit together: {problem}") from None
     return OpCall(case.op, inputs, params, outputs, frozenset(case.hazards))
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from campaigns.case import CaseError, GenerateCase, Node, SessionCase
 from campaigns.weights import weights_for
 from spec.config import Config, ConfigError, Yarn, preset
-from spec.drafters import ChainDrafter, NoisyTargetDrafter, RandomDrafter, TableDrafter
+from spec.drafters import ChainDrafter, DrafterError, NoisyTargetDrafter, RandomDrafter, TableDrafter
 from spec.engine import Drafter, Int, Limits, Rows
 from spec.script import CacheRows, Commit, Evict, Fork, Forward, Generate, Script, Step, WeightsKey
 from spec.weights import philox
@@ -79,7 +79,10 @@ def session_script(case: SessionCase) -> Script:
     if "evict" in case.hazards:
         planner.evict_and_refill()
     if case.generate is not None:
-        planner.steps.append(generate_step(config, case))
+        try:
+            planner.steps.append(generate_step(config, case))
+        except DrafterError as problem:
+            raise CaseError(f"the drafter of the case cannot be built: {problem}") from None
     key = WeightsKey(case.weights_seed, case.regime)
     return Script(config, key, tuple(planner.steps), hazards=frozenset(case.hazards) - PLAN_HAZARDS)
 

@@ -27,8 +27,12 @@ HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 60.0
 POISON_FLOAT_BITS, POISON_INT, POISON_BYTE = 0x7FC0DEAD, -7777777, 0xA5
 GUARD_BYTES = 4 * 64
-NOT_LOADABLE, FAILS_AGAIN, PASSES = 4, 1, 0
+NOT_LOADABLE, DAMAGED, FAILS_AGAIN, PASSES = 4, 2, 1, 0
 DTYPES = {"F32": np.float32, "I32": np.int32, "U8": np.uint8, "BOOL": np.bool_}
+
+
+class Damaged(Exception):
+    """A file of the capsule is cut or is no safetensors file; the message is one sentence."""
 
 
 class NotLoadable(Exception):
@@ -36,9 +40,9 @@ class NotLoadable(Exception):
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors, metadata). Raises SystemExit(2) with one sentence for a file that is cut or is none."""
-    raw = path.read_bytes() if path.exists() else b""
+    """(tensors, metadata). Raises Damaged."""
     try:
+        raw = path.read_bytes()
         (length,) = struct.unpack("<Q", raw[:8])
         header = json.loads(raw[8 : 8 + length])
         tensors = {}
@@ -50,9 +54,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 raise ValueError("cut")
             tensors[name] = np.frombuffer(raw[start:stop], DTYPES[entry["dtype"]]).reshape(entry["shape"])
         return tensors, json.loads(header["__metadata__"]["paritree"])
-    except (ValueError, KeyError, struct.error) as problem:
-        print(f"{path}: damaged or cut ({problem}); take the capsule from its store again", file=sys.stderr)
-        raise SystemExit(2) from None
+    except OSError as problem:
+        raise Damaged(f"{path}: {problem.strerror}; a capsule is the folder with case.json and arrays.safetensors") from None
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as problem:
+        raise Damaged(f"{path}: damaged or cut ({problem}); take the capsule from its store again") from None
 
 
 def main() -> int:
@@ -61,7 +66,11 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds until the engine counts as hung")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    tensors, plan = read_safetensors(HERE / "arrays.safetensors")
+    try:
+        tensors, plan = read_safetensors(HERE / "arrays.safetensors")
+    except Damaged as problem:
+        print(problem, file=sys.stderr)
+        return DAMAGED
     if options.engine:
         plan["engine"] = located(options.engine)
     if options.inner:
@@ -95,7 +104,6 @@ def run(plan: Mapping[str, Any], tensors: Mapping[str, Any]) -> int:
     engine = load(plan["engine"])
     session = None
     check = plan["check"]
-    observed: list[Any] = []
     for number, step in enumerate(plan["steps"]):
         guilty = number == check["step"]
         try:
@@ -113,28 +121,29 @@ def run(plan: Mapping[str, Any], tensors: Mapping[str, Any]) -> int:
             if not guilty and check["what"] != "failure":
                 print(f"step {number + 1} ({step['do']}) raised {type(problem).__name__}: {problem}")
             return verdict(True, f"{type(problem).__name__}: {problem}")
-        observed.append(value)
         if guilty:
-            return compared(check, value)
+            recorded = {name.removeprefix("answer."): array for name, array in tensors.items() if name.startswith("answer.")}
+            return compared(check, value, recorded)
     return verdict(False, "the engine ran every step")
 
 
-def compared(check: Mapping[str, Any], value: Any) -> int:
+def compared(check: Mapping[str, Any], value: Any, answer: Mapping[str, Any]) -> int:
     """The named element against what it should be."""
     if check["what"] in ("failure", "flaky"):
         return verdict(False, "the engine answered")
+    if check["what"] == "answer":
+        same = all(name in value and np.asarray(value[name]).tobytes() == recorded.tobytes() for name, recorded in answer.items())
+        return verdict(same, "the answer is the recorded one, bit for bit" if same else "the answer is another one than the recorded")
     key = check["name"] if check["layer"] is None else f"{check['name']}@{check['layer']}"
     if key not in value:
         return verdict(True, f"{key} is missing from the answer")
     array = np.asarray(value[key])
     index = tuple(check["index"])
     if len(index) != array.ndim or any(i >= extent for i, extent in zip(index, array.shape, strict=True)):
-        return verdict(check["found_is_missing"], f"{key} has shape {list(array.shape)}, without an element {list(index)}")
+        return verdict(True, f"{key} has shape {list(array.shape)}, without an element {list(index)}")
     found = float(array[index])
     expected, bound = float(check["expected"]), float(check["bound"])
     wrong = not np.isfinite(found) if np.isfinite(expected) and not np.isfinite(found) else abs(found - expected) > bound
-    if check["decision"]:  # a decision without one expected number: wrong as long as the engine says the same
-        wrong = found == float(check["found"])
     return verdict(bool(wrong), f"{key}{list(index)} is {found!r}, but should be {expected!r} within {bound:.3g}")
 
 

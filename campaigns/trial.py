@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase
+from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase, to_json
 from campaigns.isolation.chain import TreeJob
 from campaigns.materialise import op_call, session_script, tree_job, weights_for
 from oracles.judge import judge_op
 from oracles.judgement import RUNGS, Judgement, Verdict, worst
-from oracles.session import judge_session
+from oracles.session import SessionJudge
 from spec.config import Config
 from spec.engine import Description, Profile
 from spec.model import GoldenModel
@@ -81,7 +81,13 @@ class Bench:
         began = time.perf_counter()
         ops = [case for case in cases if isinstance(case, OpCase)]
         of_ops = iter(self._ops(ops))
-        judged = [next(of_ops) if isinstance(case, OpCase) else self._judgements(case) for case in cases]
+        judged: list[list[Judgement]] = []
+        for case in cases:
+            try:
+                judged.append(next(of_ops) if isinstance(case, OpCase) else self._judgements(case))
+            except Exception as problem:
+                problem.add_note(f"case: {to_json(case)}")  # an error of ours: the message leads to the case that shows it
+                raise
         each = (time.perf_counter() - began) / max(1, len(cases))
         return [Outcome(case, tuple(judgements), each) for case, judgements in zip(cases, judged, strict=True)]
 
@@ -113,7 +119,7 @@ class Bench:
     def _session(self, case: SessionCase) -> list[Judgement]:
         script = session_script(case)
         trace = self.worker.script(script)
-        return judge_session(golden_model(script.config, script.weights), script, trace)
+        return session_judge(script.config, script.weights).judge(script, trace)
 
 
 def judged_call(call: OpCall, answer: Answer, profile: Profile, step: int) -> list[Judgement]:
@@ -132,6 +138,10 @@ def judged_failure(failure: Failure, op: str, step: int) -> Judgement:
 
 
 @lru_cache(maxsize=8)
+def session_judge(config: Config, key: WeightsKey) -> SessionJudge:
+    """One per weight set, which takes some megabytes in canonical form."""
+    return SessionJudge(GoldenModel(config, weights_for(config, key)))
+
+
 def golden_model(config: Config, key: WeightsKey) -> GoldenModel:
-    """Prepared once per weight set; a set takes some megabytes in canonical form."""
-    return GoldenModel(config, weights_for(config, key))
+    return session_judge(config, key).model

@@ -1,0 +1,290 @@
+"""A finding as a folder that a stranger can use: case.json, arrays.safetensors, README.md, repro.py (for C ABI engines and operations repro.cpp).
+
+Written beside its place, synced and renamed, so that a capsule is complete or is not there. Opening one never executes anything from it. The
+arrays hold what repro.py needs to run the case without paritree: inputs or weights and batches, what was found, what should be, the bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from campaigns import repro
+from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase, from_json, to_json
+from campaigns.locate import locator
+from campaigns.materialise import op_call, session_script, tree_job, weights_for
+from campaigns.repro_cpp import program
+from campaigns.trial import Bench
+from oracles.judgement import Judgement, Verdict
+from spec.config import as_parameters
+from spec.engine import Description, Generation
+from spec.script import Answer, CacheRows, Commit, Evict, Fork, Forward, Generate, OpCall, Script
+
+FORMAT = 1
+CASE, ARRAYS, README, REPRO, PROGRAM = "case.json", "arrays.safetensors", "README.md", "repro.py", "repro.cpp"
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class CapsuleError(ValueError):
+    """A folder that is no capsule, or a damaged one; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Capsule:
+    """What a capsule says. `plan` is the metadata of its arrays: finding, engine, steps, check."""
+
+    folder: Path
+    case: Case
+    plan: Mapping[str, Any]
+
+    @property
+    def finding(self) -> Mapping[str, Any]:
+        finding: Mapping[str, Any] = self.plan["finding"]
+        return finding
+
+
+def read(folder: Path) -> Capsule:
+    """Raises CapsuleError."""
+    if not (folder / CASE).is_file():
+        raise CapsuleError(f"{folder}: no {CASE}; a capsule is a folder that `paritree check` wrote under findings/")
+    try:
+        case = from_json((folder / CASE).read_text("utf-8"))
+        _, plan = repro.read_safetensors(folder / ARRAYS)
+    except (CaseError, repro.Damaged, UnicodeDecodeError) as problem:
+        raise CapsuleError(f"{folder}: {problem}") from None
+    if plan.get("format") != FORMAT:
+        raise CapsuleError(f"{folder}: format {plan.get('format')!r}, this paritree reads {FORMAT}")
+    return Capsule(folder, case, plan)
+
+
+def write(folder: Path, engine: str, bench: Bench, case: Case, judgement: Judgement, *, finding_id: str, located: str = "") -> None:
+    """The capsule of `judgement`, the first finding of `case`. The case is run once more for the engine's arrays."""
+    arrays, plan = recorded(bench, case, judgement)
+    description = bench.worker.description
+    plan |= {
+        "format": FORMAT,
+        "engine": locator(engine),
+        "finding": {
+            "id": finding_id, "engine": description.name, "engine_version": description.version, "engine_spec": engine, "profile": description.profile.name,
+            "verdict": str(judgement.verdict), "op": judgement.op, "rule": judgement.rule, "output": judgement.tap, "rung": judgement.rung,
+            "layer": judgement.layer, "message": judgement.message,
+        },
+    }  # fmt: skip
+    files = {
+        CASE: (to_json(case) + "\n").encode(),
+        ARRAYS: save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, {"paritree": json.dumps(plan)}),
+        README: readme(case, judgement, description, engine, finding_id, located).encode(),
+        REPRO: Path(repro.__file__).read_bytes(),
+    }
+    if plan["engine"]["kind"] == "abi" and isinstance(case, OpCase):
+        files[PROGRAM] = program(op_call(case), judgement, plan["engine"]["path"]).encode()
+    _publish(folder, files)
+
+
+def _publish(folder: Path, files: Mapping[str, bytes]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.parent / f".tmp-{folder.name}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    for name, data in files.items():
+        with open(temporary / name, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    old = folder.parent / f".old-{folder.name}-{os.getpid()}"
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+# ---- what repro.py runs --------------------------------------------------------------------------------------------------------------
+
+
+def recorded(bench: Bench, case: Case, judgement: Judgement) -> tuple[Arrays, dict[str, Any]]:
+    """Arrays, and the plan: steps up to the guilty one and the check. Raises CaseError for a recorded case."""
+    arrays: Arrays = {}
+    if isinstance(case, OpCase):
+        call = op_call(case)
+        answers = bench.worker.calls([call])
+        return arrays, _of_calls(arrays, [call], answers, judgement)
+    if isinstance(case, TreeCase):
+        made = bench.worker.tree(tree_job(case))[: judgement.step + 1]
+        return arrays, _of_calls(arrays, [call for call, _ in made], [answer for _, answer in made], judgement)
+    if isinstance(case, SessionCase):
+        script = session_script(case)
+        trace = bench.worker.script(script)
+        return arrays, _of_script(arrays, script, trace.answers, bench.worker.description, judgement)
+    raise CaseError("a recorded case has its arrays already")
+
+
+def _of_calls(arrays: Arrays, calls: list[OpCall], answers: list[Answer], judgement: Judgement) -> dict[str, Any]:
+    steps = []
+    for number, call in enumerate(calls):
+        for name, value in call.inputs.items():
+            arrays[f"{number}.{name}"] = value
+        steps.append({
+            "do": "op", "op": call.op, "params": dict(call.params), "inputs": {name: f"{number}.{name}" for name in call.inputs},
+            "outputs": {name: [list(shape), dtype] for name, (shape, dtype) in call.outputs.items()}, "hazards": sorted(call.hazards),
+        })  # fmt: skip
+    step = min(judgement.step, len(steps) - 1)
+    found = answers[step].outputs if step < len(answers) else None
+    arrays.update({f"answer.{name}": value for name, value in (found or {}).items()})
+    return {"steps": steps, "check": _check(judgement, step, dict.fromkeys(found or (), None))}
+
+
+def _of_script(arrays: Arrays, script: Script, answers: list[Answer], description: Description, judgement: Judgement) -> dict[str, Any]:
+    arrays.update({f"weight.{name}": value for name, value in weights_for(script.config, script.weights).items()})
+    steps: list[dict[str, Any]] = []
+    last = min(judgement.step, len(script.steps) - 1)
+    for number, step in enumerate(script.steps[: last + 1]):
+        match step:
+            case Forward(rows, want, phase):
+                columns = {"sequence": rows.sequence, "token": rows.token, "position": rows.position, "parent": rows.parent}
+                arrays.update({f"{number}.{word}": value for word, value in columns.items()})
+                arrays[f"{number}.want"] = want.astype(np.uint8)
+                steps.append({"do": "forward", "rows": str(number), "phase": phase})
+            case Commit(sequence, path):
+                arrays[f"{number}.path"] = path
+                steps.append({"do": "commit", "sequence": sequence, "path": f"{number}.path"})
+            case CacheRows(sequence):
+                steps.append({"do": "cache_rows", "sequence": sequence})
+            case Evict(sequence):
+                steps.append({"do": "evict", "sequence": sequence})
+            case Fork(source, target):
+                steps.append({"do": "fork", "source": source, "target": target})
+            case Generate():
+                generations = answers[number].generations if number < len(answers) else None
+                steps.append(_generate_step(arrays, number, step, generations or []))
+    answer = answers[last] if last < len(answers) else Answer()
+    layers: dict[str, int | None] = {}
+    if answer.logits is not None:
+        arrays["answer.logits"] = answer.logits
+        layers["logits"] = None
+    if answer.cache is not None:
+        arrays["answer.cache"] = answer.cache
+        layers["cache"] = None
+    for (name, layer), value in answer.taps.items():
+        if name == judgement.tap and layer == judgement.layer:
+            arrays[f"answer.{name}@{layer}"] = value
+            layers[name] = layer
+    if answer.generations is not None:
+        arrays.update({f"answer.{name}": value for name, value in generation_arrays(answer.generations).items()})
+    plan = {"config": dataclasses.asdict(script.config), "parameters": as_parameters(script.config), "taps": sorted(description.taps)}
+    return plan | {"steps": steps, "check": _check(judgement, last, layers)}
+
+
+def _generate_step(arrays: Arrays, number: int, step: Generate, generations: list[Generation]) -> dict[str, Any]:
+    """Draft logits are recorded for every history that the engine met: the prompt and what it emitted, round by round."""
+    drafts = []
+    for index, prompt in enumerate(step.prompts):
+        arrays[f"{number}.prompt.{index}"] = prompt
+        if step.drafter is None:
+            continue
+        emitted: list[int] = list(generations[index].tokens) if index < len(generations) else []
+        for length in range(len(emitted) + 1):
+            history = np.concatenate([prompt, np.array(emitted[:length], np.int32)]).astype(np.int32)
+            key = f"{number}.draft.{index}.{length}"
+            arrays[key] = np.asarray(step.drafter.draft(index, history), np.float32)
+            drafts.append({"sequence": index, "history": history.tolist(), "logits": key})
+    return {
+        "do": "generate", "prompts": [f"{number}.prompt.{i}" for i in range(len(step.prompts))], "budget": step.budget,
+        "max_new": step.limits.max_new, "stop_tokens": list(step.limits.stop_tokens), "drafts": drafts,
+    }  # fmt: skip
+
+
+def generation_arrays(generations: list[Generation]) -> Arrays:
+    """The names that repro.py gives to the tokens and rounds of each sequence."""
+    out: Arrays = {}
+    for number, generation in enumerate(generations):
+        out[f"tokens {number}"] = np.array(generation.tokens, np.int64)
+        for index, one in enumerate(generation.rounds):
+            for word in ("tokens", "parents", "path"):
+                out[f"{word} {number}.{index}"] = np.array(getattr(one, word), np.int64)
+            out[f"bonus {number}.{index}"] = np.array([one.bonus], np.int64)
+    return out
+
+
+def _check(judgement: Judgement, step: int, layers: Mapping[str, int | None]) -> dict[str, Any]:
+    """How repro.py decides: by the named element where it can be read from the answer, else by the whole answer."""
+    if judgement.verdict == Verdict.FLAKY:
+        what = "flaky"
+    elif judgement.verdict in (Verdict.CRASHED, Verdict.HUNG, Verdict.MALFORMED):
+        what = "failure"
+    else:
+        numeric = judgement.bound >= 0 and (judgement.found != judgement.expected or not np.isfinite(judgement.found))
+        what = "element" if judgement.tap in layers and judgement.index and numeric else "answer"
+    return {
+        "what": what, "step": step, "name": judgement.tap, "layer": layers.get(judgement.tap), "index": list(judgement.index),
+        "expected": judgement.expected, "bound": judgement.bound, "found": judgement.found,
+    }  # fmt: skip
+
+
+# ---- in words ------------------------------------------------------------------------------------------------------------------------
+
+
+def readme(case: Case, judgement: Judgement, description: Description, engine: str, finding_id: str, located: str) -> str:
+    j = judgement
+    lines = [
+        f"# {finding_id}: {j.verdict} in {j.op or j.rule}",
+        "",
+        j.message or f"{j.tap} of {j.op}",
+        "",
+        f"- engine: {description.name} {description.version}, profile {description.profile.name}, named `{engine}`",
+        f"- where: {j.rung}, operation {j.op or '-'}, output {j.tap}, layer {j.layer}, step {j.step + 1}, row {j.token}, index {list(j.index)}",
+        f"- found {j.found!r}, expected {j.expected!r}, bound {j.bound:.3g}, share of the bound {j.share:.3g}",
+        f"- rule: {j.rule}; `paritree explain {j.rule}` says what it means",
+        f"- smallest input: {in_words(case)}",
+    ]
+    if located:
+        lines.append(f"- location: {located}")
+    lines += [
+        "",
+        "## See it again",
+        "",
+        "    python repro.py                  # exit 1: it fails again, 0: it does not, 4: the engine cannot be loaded",
+        "    python repro.py --engine OTHER   # another build: PATH.so or MODULE:ATTRIBUTE",
+        f"    paritree replay . --engine {engine}",
+        "    git bisect run paritree replay --bisect . --engine ...",
+        "",
+        "`case.json` is the recipe (seeds and sizes), `arrays.safetensors` holds the numbers. Nothing in this folder is executed by paritree.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def in_words(case: Case) -> str:
+    """One sentence about the input."""
+    hazards = f", hazards {', '.join(case.hazards)}" if getattr(case, "hazards", ()) else ""
+    if isinstance(case, OpCase):
+        dims = ", ".join(f"{word} = {value}" for word, value in case.dims)
+        params = "".join(f", {name} {value:g}" for name, value in case.params)
+        return f"{case.op} with {dims}{params}, {case.regime} values, seed {case.seed}{hazards}"
+    if isinstance(case, TreeCase):
+        return (
+            f"draft tree of budget {case.budget} from {case.depth} depths of {case.vocab} tokens behind {case.prefix_len} committed rows, "
+            f"seed {case.seed}{hazards}"
+        )
+    if isinstance(case, SessionCase):
+        lengths = ", ".join(str(length) for length, _ in case.prompts)
+        overrides = "".join(f", {name} = {value}" for name, value in case.overrides)
+        trees = "; ".join("trees of " + ", ".join(str(len(tree)) for tree in trees) + " nodes" for trees in case.rounds) or "no rounds"
+        loop = f"; then its own loop ({case.generate.drafter} drafter, budget {case.generate.budget})" if case.generate else ""
+        return f"preset {case.preset}{overrides}, {case.regime} weights, prompts of {lengths} tokens, {trees}{loop}{hazards}"
+    return f"{case.op} on recorded tensors"

@@ -1,0 +1,309 @@
+"""Campaigns on one machine: shards over the cores, progress, the ladder, findings minimised, everything in the store.
+
+The runner holds no engine and judges nothing. Each shard is a process of its own (campaigns.shard) that ends with the runner; a finding is
+in the store before the runner hears of it, so that a kill of anything loses the running batch and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oracles.judgement import FINDINGS, RUNGS
+from reports.store import Store
+
+TRIALS = 10_000  # per engine; with the frozen mix 1,500 of them are sessions of at least 24 rows
+MINIMISE_MAX = 12  # findings per engine and check: of a gross defect the first rungs show it, the rest are its consequences
+MINIMISE_S = 60.0
+THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # sizes are small: more threads are slower
+CLOSE_S = 10.0
+
+
+class NotLoadable(Exception):
+    """The engine cannot be loaded; the message is the worker's."""
+
+
+class ShardError(RuntimeError):
+    """A shard ended with an error of ours; the message says which."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """`seconds`: of discovery per engine (None: until `trials`); `jobs`: shards (None: one per core)."""
+
+    store: str
+    trials: int = TRIALS
+    seconds: float | None = None
+    jobs: int | None = None
+    seed: int = 0
+    hazards: bool = True
+    minimise: bool = True
+    minimise_seconds: float = MINIMISE_S
+    stop_at_first: bool = False
+    purpose: str = "check"
+    command: str = ""
+    campaign: str = ""
+    budget: str = ""
+    commit: str = ""
+
+
+@dataclass
+class EngineResult:
+    """One engine's part of a check."""
+
+    engine: str
+    trials: int = 0
+    frozen: int = 0
+    failing: int = 0
+    seconds: float = 0.0
+    by_kind: dict[str, int] = field(default_factory=dict)
+    tallies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    findings: dict[str, dict[str, Any]] = field(default_factory=dict)  # finding_id -> last event
+    first_finding_s: float = -1.0
+    nothing: str = ""
+
+    @property
+    def first_failing_rung(self) -> str:
+        """The first rung of the ladder with a finding; empty where there is none."""
+        for rung in RUNGS:
+            if any(str(verdict) in self.tallies.get(rung, {}).get("verdicts", {}) for verdict in FINDINGS):
+                return rung
+        return ""
+
+    @property
+    def unverified_share(self) -> float:
+        """Of the compared scalars."""
+        unverified = sum(t["unverified"] for t in self.tallies.values())
+        total = unverified + sum(t["checked"] for t in self.tallies.values())
+        return unverified / total if total else 0.0
+
+    @property
+    def verified(self) -> int:
+        """Scalars that were compared with a verdict other than UNVERIFIED."""
+        return int(sum(t["checked"] for t in self.tallies.values()))
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine, "trials": self.trials, "frozen_mix_sessions": self.frozen, "failing_trials": self.failing, "seconds": round(self.seconds, 3),
+            "by_kind": self.by_kind, "ladder": self.tallies, "first_failing_rung": self.first_failing_rung, "checked": self.verified,
+            "unverified_share": self.unverified_share, "findings": list(self.findings.values()), "nothing": self.nothing,
+        }  # fmt: skip
+
+
+Progress = Callable[[str, Mapping[str, Any]], None]
+"""(engine, event) -> None; events are those of campaigns.shard."""
+
+
+def silent(engine: str, event: Mapping[str, Any]) -> None:
+    """No progress."""
+
+
+def check(engines: Sequence[str], options: Options, progress: Progress = silent) -> tuple[str, list[EngineResult]]:
+    """(run_id, one result per engine). Raises NotLoadable, ShardError, StoreError; the run in the store says why it stopped."""
+    with Store.create_or_open(options.store) as store:
+        run_id = store.start_run(run_row(engines, options))
+    results: list[EngineResult] = []
+    stopped = "error"
+    try:
+        for engine in engines:
+            results.append(check_engine(engine, run_id, options, progress))
+        stopped = "complete" if options.seconds is None else "budget"
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+        raise
+    finally:
+        with Store.create_or_open(options.store) as store:
+            store.finish_run(run_id, {"stopped": stopped, "trials": sum(result.trials for result in results)})
+    return run_id, results
+
+
+def run_row(engines: Sequence[str], options: Options) -> dict[str, Any]:
+    import paritree
+
+    return {
+        "purpose": options.purpose, "engines": [{"name": engine} for engine in engines], "command": options.command, "seed": str(options.seed),
+        "budget": options.budget or f"{options.trials} trials", "machine": machine(), "paritree": paritree.__version__, "commit": options.commit,
+        **({"campaign": options.campaign} if options.campaign else {}),
+    }  # fmt: skip
+
+
+def check_engine(engine: str, run_id: str, options: Options, progress: Progress = silent) -> EngineResult:
+    """Discovery on all shards, then the new findings minimised, one by one on whichever shard is free."""
+    count = options.jobs or os.cpu_count() or 1
+    began = time.monotonic()
+    result = EngineResult(engine)
+    with Shards(count) as shards:
+        quota, rest = divmod(options.trials, count)
+        for number in range(count):
+            shards.send(number, {
+                "do": "discover", "engine": engine, "store": options.store, "run_id": run_id, "writer": f"{safe(engine)}-{number}",
+                "trials": quota + (number < rest), "seconds": options.seconds, "seed": options.seed * 1_000_003 + number, "hazards": options.hazards,
+                "stop_at_first": options.stop_at_first,
+            })  # fmt: skip
+        waiting: list[dict[str, Any]] = []
+        progress_of: dict[int, Mapping[str, Any]] = {}
+        for number, event in shards.events(set(range(count))):
+            kind = event["event"]
+            if kind == "progress":
+                progress_of[number] = event
+                progress(engine, {"event": "progress", **{key: sum(int(e[key]) for e in progress_of.values()) for key in ("trials", "frozen", "failing")}})
+            elif kind == "finding":
+                known = event["finding_id"] in result.findings
+                result.findings.setdefault(event["finding_id"], dict(event))
+                if not known:
+                    progress(engine, event)
+                    if event["minimise"]:
+                        waiting.append(event)
+            elif kind == "discovered":
+                _merge(result, event)
+                shards.idle(number)
+            elif kind == "nothing":
+                result.nothing = event["reason"]
+                shards.idle(number)
+        result.seconds = time.monotonic() - began
+        if options.minimise and waiting:
+            _minimise(shards, engine, run_id, options, waiting, result, progress)
+    return result
+
+
+def _minimise(
+    shards: Shards, engine: str, run_id: str, options: Options, waiting: list[dict[str, Any]], result: EngineResult, progress: Progress
+) -> None:
+    order = {rung: index for index, rung in enumerate(RUNGS)}
+    queue = sorted(waiting, key=lambda event: (order.get(event["fingerprint"][4], len(order)), event["kind"] != "op"))[:MINIMISE_MAX]
+
+    def hand_out(number: int) -> bool:
+        if not queue:
+            return False
+        event = queue.pop(0)
+        shards.send(number, {
+            "do": "minimise", "engine": engine, "store": options.store, "run_id": run_id, "hazards": options.hazards, "seconds": options.minimise_seconds,
+            **{key: event[key] for key in ("finding_id", "fingerprint", "case", "choices", "kind", "size")},
+        })  # fmt: skip
+        return True
+
+    busy = {number for number in range(shards.count) if hand_out(number)}
+    for number, event in shards.events(busy):
+        if event["event"] == "minimised":
+            result.findings[event["finding_id"]] |= event | {"event": "finding"}
+            progress(engine, event)
+            if not hand_out(number):
+                shards.idle(number)
+
+
+def _merge(result: EngineResult, event: Mapping[str, Any]) -> None:
+    for name in ("trials", "frozen", "failing"):
+        setattr(result, name, getattr(result, name) + int(event[name]))
+    for kind, trials in event["by_kind"].items():
+        result.by_kind[kind] = result.by_kind.get(kind, 0) + trials
+    for rung in RUNGS:
+        if rung in event["tallies"]:
+            part = event["tallies"][rung]
+            whole = result.tallies.setdefault(rung, {"judgements": 0, "checked": 0, "unverified": 0, "verdicts": {}})
+            for name in ("judgements", "checked", "unverified"):
+                whole[name] += part[name]
+            for verdict, trials in part["verdicts"].items():
+                whole["verdicts"][verdict] = whole["verdicts"].get(verdict, 0) + trials
+    if event["first_finding_s"] >= 0 and (result.first_finding_s < 0 or event["first_finding_s"] < result.first_finding_s):
+        result.first_finding_s = event["first_finding_s"]
+
+
+class Shards:
+    """Shard processes and their event streams; all end when this closes."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._busy: set[int] = set()
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+        environment = {**os.environ, **THREADS, "PYTHONPATH": path}
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "campaigns.shard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+            )
+            for _ in range(count)
+        ]
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
+        for process in self._processes:
+            if process.stdin is not None:
+                try:
+                    process.stdin.close()
+                except OSError:
+                    pass  # it has ended already
+        for process in self._processes:
+            try:
+                process.wait(0.1 if kind is not None else CLOSE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def send(self, number: int, job: Mapping[str, Any]) -> None:
+        stdin = self._processes[number].stdin
+        assert stdin is not None
+        try:
+            stdin.write(json.dumps(job) + "\n")
+            stdin.flush()
+        except OSError:
+            pass  # it has ended: its last event, or its exit code, says why
+        self._busy.add(number)
+
+    def idle(self, number: int) -> None:
+        self._busy.discard(number)
+
+    def events(self, busy: set[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(shard, event) until no shard is busy. Raises NotLoadable, or ShardError when a shard ends in the middle of a job."""
+        self._busy = set(busy)
+        buffers: dict[int, bytes] = {}
+        while self._busy:
+            files = {self._file(number): number for number in self._busy}
+            for descriptor in select.select(list(files), [], [], 1.0)[0]:
+                number = files[descriptor]
+                data = os.read(descriptor, 1 << 20)
+                if not data:
+                    code = self._processes[number].wait()
+                    raise ShardError(f"shard {number} ended with exit status {code} in the middle of a job; its last lines are above")
+                *lines, buffers[number] = (buffers.get(number, b"") + data).split(b"\n")
+                for line in lines:
+                    event = json.loads(line)
+                    if event["event"] == "not loadable":
+                        raise NotLoadable(event["message"])
+                    if event["event"] == "error":
+                        raise ShardError(event["message"])
+                    yield number, event
+
+    def _file(self, number: int) -> int:
+        stdout = self._processes[number].stdout
+        assert stdout is not None
+        return stdout.fileno()
+
+
+def safe(engine: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in os.path.basename(engine))
+
+
+def machine() -> str:
+    """Processor, cores and system in words."""
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
