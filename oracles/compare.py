@@ -97,12 +97,24 @@ def judge_near(found: NDArray[Any], near: Near, share: Wide, **place: Any) -> Ju
     return near_judgement(found, near, index, top, share.size, **place)
 
 
-def near_judgement(found: NDArray[Any], near: Near, index: tuple[int, ...], share: float, checked: int, **place: Any) -> Judgement:
+def near_judgement(
+    found: NDArray[Any], near: Near, index: tuple[int, ...], share: float, checked: int, shown: tuple[int, ...] | None = None, **place: Any
+) -> Judgement:
+    """The judgement of one element; `shown` is its index in words, where that is another one (rows of a batch instead of all rows)."""
     ball = near.ball
     value = float(found[index])
     expected = float(ball.mid[index])
     bound = 0.0 if ball.rad is None else float(np.broadcast_to(ball.rad, ball.mid.shape)[index])
-    fields = dict(place, rule=near.rule, index=index, found=value, expected=expected, bound=bound, share=share, checked=checked)
+    fields = dict(
+        place,
+        rule=near.rule,
+        index=index if shown is None else shown,
+        found=value,
+        expected=expected,
+        bound=bound,
+        share=share,
+        checked=checked,
+    )
     fields.setdefault("token", index[0] if index else -1)
     if share <= 1:
         exact = share == 0 and not bound

@@ -24,7 +24,7 @@ def project(x: Ball, w: Ball, by_expert: Multiply, a: Arithmetic) -> Ball:
     return dot(x, w, w.mid.shape[1], a, multiply=by_expert)
 
 
-def grouped(ids: NDArray[np.int32]) -> Multiply:
+def grouped(ids: NDArray[np.integer]) -> Multiply:
     """The contraction for ids [T, K]: one product per expert that is used."""
     flat = ids.ravel()
     order = np.argsort(flat, kind="stable")

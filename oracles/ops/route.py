@@ -5,21 +5,21 @@ The choice is a set: an engine may list its experts in any order, as long as eac
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from oracles.ball import Arithmetic, Ball, finish
+from oracles.ball import Arithmetic, Ball, Wide, finish
 from oracles.compare import Equal, Expected, Near
 from oracles.ops.record import Arrays, Params
 
 
 def expect(inputs: Arrays, params: Params, outputs: Arrays, a: Arithmetic) -> dict[str, Expected]:
     scores, found = inputs["scores"], outputs["ids"]
-    ids = choose(
-        scores, inputs["bias"], int(params["top_k"]), int(params["groups"]), int(params["top_groups"]), bool(params["group_score_max"])
-    )  # fmt: skip
+    rule = Rule(int(params["top_k"]), int(params["groups"]), int(params["top_groups"]), bool(params["group_score_max"]))
+    ids = rule.choose(scores, inputs["bias"])
     valid = (found >= 0) & (found < scores.shape[-1])
     own = np.where(valid, found, ids)
     scale, eps = (float(np.float32(params[name])) for name in ("routed_scale", "denominator_eps"))
@@ -27,27 +27,84 @@ def expect(inputs: Arrays, params: Params, outputs: Arrays, a: Arithmetic) -> di
     return {"ids": Equal(in_order_of(found, ids), "M8"), "weights": Near(ball)}
 
 
-def choose(
-    scores: NDArray[Any], bias: NDArray[Any], top_k: int, groups: int, top_groups: int, by_max: bool
-) -> NDArray[np.int64]:  # fmt: skip
-    """[T, top_k], best first: by fl32(score + bias) descending, then the lower id.
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`top_k` experts out of the `top_groups` best of `groups` groups; a group counts by its best (`by_max`) or its two best."""
 
-    With groups, only the experts of the `top_groups` best groups count: by the fl32 sum of a group's two best, or by its best;
-    of equal groups the lower one.
-    """
-    choice = (scores + bias).astype(np.float32, copy=False)
-    if groups > 1:
-        members = choice.reshape(len(choice), groups, -1)
-        if by_max:
-            rank = members.max(-1)
-        else:
-            two = np.sort(members, -1)[..., -2:]
-            rank = two[..., 0] + two[..., -1]
-        kept = np.argsort(-rank, -1, kind="stable")[:, :top_groups]
+    top_k: int
+    groups: int
+    top_groups: int
+    by_max: bool
+
+    def choose(self, scores: NDArray[Any], bias: NDArray[Any]) -> NDArray[np.int64]:
+        """[T, top_k], best first: by fl32(score + bias) descending, then the lower id; of equal groups the lower one stays."""
+        choice = _choice(scores, bias)
+        if self.groups > 1:
+            allowed = self._kept(self._rank(choice))
+            choice = np.where(np.repeat(allowed, choice.shape[1] // self.groups, 1), choice, np.float32(-np.inf))
+        return np.argsort(-choice, -1, kind="stable")[:, : self.top_k]
+
+    def is_forced(self, scores: Ball, bias: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.bool_]:
+        """[T]: `ids` is the choice for all scores within the balls: the kept groups stay ahead of the dropped ones, and the chosen experts of
+        the others in kept groups. Rounding to float32 is monotone, so that the ends of the balls decide."""
+        rad = 0.0 if scores.rad is None else scores.rad
+        low, high = _choice(_down(scores.mid - rad), bias), _choice(_up(scores.mid + rad), bias)
+        chosen = np.zeros(low.shape, np.bool_)
+        np.put_along_axis(chosen, ids, True, -1)
+        allowed = np.ones(low.shape, np.bool_)
+        forced = np.ones(len(low), np.bool_)
+        if self.groups > 1:
+            kept = self._kept(self._rank(_choice(scores.mid.astype(np.float32), bias)))
+            allowed = np.repeat(kept, low.shape[1] // self.groups, 1)
+            forced = _ahead(self._rank(low), self._rank(high), kept, ~kept)
+        return np.asarray(forced & _ahead(low, high, chosen, allowed & ~chosen) & ~(chosen & ~allowed).any(-1))
+
+    def is_explained(self, scores: Ball, bias: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.bool_]:
+        """[T]: some scores within the balls give the set `ids`. The witness lifts the chosen experts and lowers the others; with groups it is
+        not the only possible one, so every set of distinct experts of at most `top_groups` groups counts as explained."""
+        rad = 0.0 if scores.rad is None else scores.rad
+        inside = np.clip(ids, 0, scores.mid.shape[1] - 1)
+        ordered = np.sort(ids, -1)
+        distinct = (inside == ids).all(-1) & (ordered[:, 1:] != ordered[:, :-1]).all(-1)
+        if self.groups > 1:
+            of_group = np.sort(inside // (scores.mid.shape[1] // self.groups), -1)
+            return np.asarray(distinct & (1 + (of_group[:, 1:] != of_group[:, :-1]).sum(-1) <= self.top_groups))
+        chosen = np.zeros(scores.mid.shape, np.bool_)
+        np.put_along_axis(chosen, inside, True, -1)
+        witness = self.choose(np.where(chosen, _up(scores.mid + rad), _down(scores.mid - rad)), bias)
+        return np.asarray(distinct & (np.sort(witness, -1) == ordered).all(-1))
+
+    def _rank(self, choice: NDArray[Any]) -> NDArray[np.float32]:
+        """[T, groups]: the fl32 score of each group."""
+        members = choice.reshape(len(choice), self.groups, -1)
+        if self.by_max:
+            return np.asarray(members.max(-1))
+        two = np.sort(members, -1)[..., -2:]
+        return np.asarray(two[..., 0] + two[..., -1])
+
+    def _kept(self, rank: NDArray[np.float32]) -> NDArray[np.bool_]:
         allowed = np.zeros(rank.shape, np.bool_)
-        np.put_along_axis(allowed, kept, True, -1)
-        choice = np.where(allowed[..., None], members, np.float32(-np.inf)).reshape(choice.shape)
-    return np.argsort(-choice, -1, kind="stable")[:, :top_k]
+        np.put_along_axis(allowed, np.argsort(-rank, -1, kind="stable")[:, : self.top_groups], True, -1)
+        return allowed
+
+
+def _choice(scores: NDArray[Any], bias: NDArray[Any]) -> NDArray[np.float32]:
+    choice: NDArray[np.float32] = (scores + bias).astype(np.float32, copy=False)
+    return choice
+
+
+def _down(values: Wide) -> NDArray[np.float32]:
+    """A float32 that is not above."""
+    return np.nextafter(values.astype(np.float32), np.float32(-np.inf))
+
+
+def _up(values: Wide) -> NDArray[np.float32]:
+    return np.nextafter(values.astype(np.float32), np.float32(np.inf))
+
+
+def _ahead(low: NDArray[Any], high: NDArray[Any], first: NDArray[np.bool_], rest: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[T]: every `first` at its lowest is above every `rest` at its highest."""
+    return np.asarray(np.where(first, low, np.inf).min(-1) > np.where(rest, high, -np.inf).max(-1))
 
 
 def in_order_of(found: NDArray[Any], ids: NDArray[np.int64]) -> NDArray[Any]:

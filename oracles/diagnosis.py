@@ -1,0 +1,177 @@
+"""From a number out of bounds to the rule that was broken: a hint is promoted to a rule only if it explains every failing row within
+the certified bound while the specification does not. What no hypothesis explains keeps the rule of its bound.
+
+Positions show in q_rope and k_rope (C2), visibility in probs, or in o_latent where nothing before it is tapped (C3, C6), and
+the cache in scores of committed keys (K1), where cache_rows is not offered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oracles.ball import Ball, Wide
+from oracles.compare import Near, close_number
+from oracles.judgement import Judgement, Verdict
+from oracles.ops import rope
+
+if TYPE_CHECKING:
+    from oracles.session import Walked
+
+
+def refine(
+    judgement: Judgement, walked: Walked, name: str, layer: int, near: Near, values: NDArray[Any], failing: NDArray[np.bool_], row: int,
+    index: tuple[int, ...],
+) -> Judgement:  # fmt: skip
+    """`row`: the global row that `judgement` names, `index` its element in the stacked tap."""
+    if name in ("q_rope", "k_rope"):
+        return _position(judgement, walked, name, near, values, failing, row)
+    if name == "probs":
+        return _weights(judgement, walked, near, values, row, index)
+    return judgement
+
+
+def _told(judgement: Judgement, rule: str, hint: str, op: str | None = None) -> Judgement:
+    """The same element under another rule, with the explanation before the rule id."""
+    text = judgement.message.removesuffix(f" ({judgement.rule})")
+    return dataclasses.replace(judgement, rule=rule, op=op or judgement.op, message=f"{text}: {hint} ({rule})")
+
+
+def _position(
+    judgement: Judgement, walked: Walked, name: str, near: Near, values: NDArray[Any], failing: NDArray[np.bool_], row: int
+) -> Judgement:  # fmt: skip
+    """C2: the row is turned as at another position."""
+    history, model, c = walked.history, walked.model, walked.model.config
+    source = walked.seen("q")[..., c.nope_dim :] if name == "q_rope" else walked.seen("kv_a")[:, c.kv_rank :]
+    span = history.span_of(row)
+    slot = int(np.flatnonzero(span.keys == row)[0])
+    candidates = dict.fromkeys([slot, *range(int(history.position.max()) + len(history) + 2)])
+    found = values[row : row + 1].astype(np.float64)
+    turned = source[row : row + 1]
+    for position in candidates:
+        cos, sin = (table.astype(np.float64) for table in model.rotary.tables(np.array([position])))
+        if name == "q_rope":
+            cos, sin = cos[:, None], sin[:, None]
+        ball = rope.bound(turned, cos, sin, c.rope_layout == "half", walked.arithmetic)
+        if within(found, ball):
+            due = int(history.position[row])
+            what = ", which is its cache slot," if position == slot else ""
+            return _told(judgement, "C2", f"the row is turned as at position {position}{what} and not {due}")
+    return judgement
+
+
+def within(found: Wide, ball: Ball) -> bool:
+    rad = 0.0 if ball.rad is None else ball.rad
+    with np.errstate(invalid="ignore"):
+        return bool((np.abs(found - ball.mid) <= rad).all())
+
+
+def _weights(
+    judgement: Judgement, walked: Walked, near: Near, values: NDArray[Any], row: int, index: tuple[int, ...]
+) -> Judgement:  # fmt: skip
+    """C3: a weight on a key that the row does not see, none on one that it sees, or weights of what it sees that do not add up to 1."""
+    key = index[2]
+    seen = walked.history.visible[row]
+    if not seen[key]:
+        return _told(judgement, "C3", f"the row does not see {key_name(walked, row, key)}")
+    weights = values[row, index[1]].astype(np.float64)
+    if weights[key] == 0:
+        return _told(judgement, "C3", f"the row must see {key_name(walked, row, key)}")
+    total = float(weights[seen].sum())
+    rad = near.ball.rad
+    slack = float(rad[row, index[1]][seen].sum()) if rad is not None else 0.0
+    missing = [
+        int(k)
+        for k in np.flatnonzero(
+            seen
+            & (weights == 0)
+            & (near.ball.mid[row, index[1]] > np.broadcast_to(rad if rad is not None else 0.0, near.ball.mid.shape)[row, index[1]])
+        )
+    ]
+    if missing:
+        return _told(judgement, "C3", f"the row must see {key_name(walked, row, missing[0])}, too")
+    stray = np.flatnonzero(~seen & (weights != 0))
+    if len(stray):
+        return _told(judgement, "C3", f"the row also looks at {key_name(walked, row, int(stray[0]))}, which it does not see")
+    if abs(total - 1) > slack:
+        return _told(
+            judgement, "C3", f"the weights of the keys that it sees add up to {close_number(total, 1.0)}, so it looks at another key"
+        )
+    return judgement
+
+
+def key_name(walked: Walked, row: int, key: int) -> str:
+    """A key in words, from where `row` stands."""
+    history = walked.history
+    if history.sequence[key] != history.sequence[row]:
+        return f"a row of sequence {int(history.sequence[key])}"
+    if key == row:
+        return "itself"
+    if history.batch[key] == history.batch[row]:
+        if history.visible[row, key]:
+            return f"its ancestor, row {int(history.row[key])}"
+        return f"row {int(history.row[key])} of another branch" if key < row else f"row {int(history.row[key])}, which comes later"
+    return f"the key at position {int(history.position[key])} (row {int(history.row[key])} of step {int(history.step[key])})"
+
+
+def of_cache(
+    walked: Walked, layer: int, step: int, kept: NDArray[np.intp], rows: Ball, found: NDArray[Any], share: Wide
+) -> Judgement:  # fmt: skip
+    """A cache row that is not what the commits kept: which row it is instead, and whether it lay below P already (K7)."""
+    history = walked.history
+    wrong = share.max(1) > 1
+    at = int(np.flatnonzero(wrong)[0])
+    column = int(share[at].argmax())
+    own = int(kept[at])
+    sequence = int(history.sequence[own])
+    before = [commit for commit in history.commits if commit[0] < step and commit[1] == sequence]
+    prefix = len(kept) - len(before[-1][3]) if before else 0
+    rule = "K7" if at < prefix else "K1"
+    other = next((int(g) for g in range(len(history)) if g != own and within(found[at].astype(np.float64), rows[g])), None)
+    hint = ""
+    if other is not None:
+        where = "rejected" if any(other in c[2] and other not in c[3] for c in history.commits) else "kept elsewhere"
+        hint = f": this is row {int(history.row[other])} of step {int(history.step[other])} ({where}), not row {int(history.row[own])} of step {int(history.step[own])}"
+    value, due = float(found[at, column]), float(rows.mid[own, column])
+    name = f"cache[{layer}, {at}, {column}]"
+    text = f"{name} is {close_number(value, due)}, but must be {close_number(due, value)}{hint} ({rule})"
+    verdict = Verdict.NONFINITE if not np.isfinite(value) and np.isfinite(due) else Verdict.DEFECT
+    return Judgement(
+        verdict, rule, "compact", "cache", "accept and commit", layer, step, at, (layer, at, column), value, due,
+        share=float("inf"), checked=int(found.size), message=text,
+    )  # fmt: skip
+
+
+def hypotheses(walked: Walked, row: int) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
+    """(rule, sentence, what the row would see instead) for the usual mistakes about visibility and the cache."""
+    history = walked.history
+    span = history.span_of(row)
+    same_batch = (history.batch == history.batch[row]) & (history.sequence == history.sequence[row])
+    earlier = np.arange(len(history)) <= row
+    committed = np.zeros(len(history), np.bool_)
+    committed[span.committed] = True
+    truth = history.visible[row]
+    ancestors = truth & same_batch
+    yield "C3", "it looks at every earlier row of its batch, not only at its ancestors", committed | (same_batch & earlier)
+    yield "C3", "it looks at every row of its sequence in the batch", committed | same_batch
+    yield "C3", "it looks at its siblings", truth | (same_batch & (history.parent == history.parent[row]))
+    alone = np.zeros(len(history), np.bool_)
+    alone[row] = True
+    yield "C3", "it does not look at its ancestors in the batch", committed | alone
+    yield "C3", "it does not look at the committed prefix", ancestors
+    yield "C3", "it does not look at itself", truth & ~alone
+    yield "C6", "it looks at rows of other sequences in its batch", committed | (history.batch == history.batch[row])
+    dropped = np.zeros(len(history), np.bool_)
+    first = np.zeros(len(history), np.bool_)
+    for step, sequence, pending, kept in history.commits:
+        if step < history.step[row] and sequence == history.sequence[row]:
+            dropped[np.setdiff1d(pending, kept)] = True
+            if np.isin(kept, span.committed).all():
+                first[pending[: len(kept)]] = True
+    yield "K2", "it looks at rejected rows of earlier steps", truth | dropped
+    if (first != committed).any():
+        yield "K1", "the cache holds the first rows of each batch instead of those on the path", first | ancestors

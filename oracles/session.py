@@ -1,0 +1,561 @@
+"""A whole session of an engine: every row of every batch judged stacked, in one pass, each operation from the engine's own inputs.
+
+Where the engine gave a tap, it is compared and becomes the input of what follows, so that one mistake raises one alarm. Where it gave
+none, balls compose over the region. The first alarm in the order (step, data order) is the location.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oracles import diagnosis
+from oracles.ball import Arithmetic, Ball, Wide, arithmetic, concatenate
+from oracles.compare import Equal, Near, judge_equal, near_judgement, shares
+from oracles.generation import Explain, judge_generate
+from oracles.history import History, replay
+from oracles.judgement import FINDINGS, Judgement, Verdict
+from oracles.ops import argmax, route
+from oracles.tokens import judge_tokens
+from oracles.walk import Ids, JudgeModel, inputs_of, walk
+from spec.engine import Profile
+from spec.model import GoldenModel
+from spec.script import Answer, CacheRows, Commit, Evict, Failure, Fork, Forward, Generate, Script, Step, Trace
+from spec.taps import ATTENTION, DENSE, EMBED, HEAD, RESIDUAL, SPARSE, Tap, all_tap_names, taps_of_layer
+
+LARGE = 2.0**-4
+"""A radius above this share of its row's root mean square proves nothing: a row over 16 keys that loses one key moves by as much."""
+TIGHT = 2.0**-10
+"""A composed radius up to this share of its row still carries a proof for TIE: the smallest share that bf16 would already exceed."""
+
+UNKEYED = ("scores", "probs")  # taps whose last axis is keys: stacked by global key
+OF_EXPERTS = frozenset({"expert_weights", "expert_gate", "expert_up", "expert_act", "expert_out", "ffn_out"})
+RULES: Mapping[str, str] = {"embed": "M1", "attn_residual": "N4", "ffn_residual": "N4"}
+OP_OF_TAP: Mapping[str, str] = {tap.name: tap.op for group in (EMBED, ATTENTION, DENSE, SPARSE, RESIDUAL, HEAD) for tap in group}
+
+
+class SessionJudge:
+    """The judge of one model. Keep it as long as the model: weights are widened once, golden logits of the last script are kept."""
+
+    def __init__(self, model: GoldenModel) -> None:
+        self.model = model
+        self.prepared = JudgeModel(model.config, model.weights, model.rotary)
+        self._golden: tuple[Script, int, NDArray[np.float32]] | None = None
+
+    def judge(self, script: Script, trace: Trace, *, explain: Explain | None = None) -> list[Judgement]:
+        """Judgements ordered by (step, data order). `explain` reruns the engine with taps at a history (see `oracles.generation`)."""
+        answered: list[tuple[int, Step]] = []
+        judgements: list[Judgement] = []
+        for number, (step, answer) in enumerate(zip(script.steps, trace.answers, strict=False)):
+            if answer.failure is not None:
+                judgements.append(of_failure(answer.failure, step, number))
+            elif (missing := _missing_answer(step, answer)) is not None:
+                judgements.append(Judgement(Verdict.MALFORMED, "C4", "", "answer", rung_of(step), step=number, message=missing))
+                if isinstance(step, Forward | Commit | Fork | Evict):
+                    break
+            else:
+                answered.append((number, step))
+                continue
+            if answer.failure is not None and isinstance(step, Forward | Commit | Fork | Evict):
+                break  # what follows would need its effect
+        if trace.failure is not None:
+            number = len(trace.answers)
+            step_or_none = script.steps[number] if number < len(script.steps) else None
+            judgements.append(of_failure(trace.failure, step_or_none, number))
+        history = replay(answered)
+        walked = Walked(self.prepared, history, trace, trace.description.profile)
+        judgements += walked.judgements
+        if len(history.wanted):
+            judgements += judge_tokens(self, script, answered, walked)
+        for number, step in answered:
+            if isinstance(step, Generate):
+                judgements += judge_generate(self, step, trace.answers[number], number, trace.description.profile, explain)
+        return sorted(judgements, key=lambda j: j.step)  # stable: data order within a step
+
+    def golden_logits(self, script: Script, answered: list[tuple[int, Step]]) -> NDArray[np.float32]:
+        """[wanted rows, vocab], golden bits; the last script's are kept."""
+        if self._golden is None or self._golden[0] is not script or self._golden[1] != len(answered):
+            self._golden = (script, len(answered), replay_golden(self.model, [step for _, step in answered]))
+        return self._golden[2]
+
+
+def judge_session(model: GoldenModel | SessionJudge, script: Script, trace: Trace, *, explain: Explain | None = None) -> list[Judgement]:
+    """`SessionJudge(model).judge(script, trace)`; pass the SessionJudge itself to judge many traces of one model."""
+    judge = model if isinstance(model, SessionJudge) else SessionJudge(model)
+    return judge.judge(script, trace, explain=explain)
+
+
+# Answers that are none
+
+
+def of_failure(failure: Failure, step: Step | None, number: int) -> Judgement:
+    verdicts = {
+        "unsupported": Verdict.UNSUPPORTED, "raised": Verdict.MALFORMED, "malformed": Verdict.MALFORMED, "flaky": Verdict.FLAKY,
+        "crashed": Verdict.CRASHED, "hung": Verdict.HUNG,
+    }  # fmt: skip
+    what = type(step).__name__.lower() if step is not None else "the end of the session"
+    message = f"step {number} ({what}): {failure.message}" + (f" (signal {failure.signal})" if failure.signal else "")
+    rule = f"engine {failure.kind}"
+    return Judgement(verdicts.get(failure.kind, Verdict.MALFORMED), rule, what, "call", rung_of(step), step=number, message=message)
+
+
+def rung_of(step: Step | None) -> str:
+    if isinstance(step, Forward):
+        return {"prefill": "prefill", "decode": "decode", "tree": "tree verify"}[step.phase]
+    return "whole loop" if isinstance(step, Generate) else "accept and commit"
+
+
+def _missing_answer(step: Step, answer: Answer) -> str | None:
+    if isinstance(step, Forward):
+        wanted = int(np.count_nonzero(step.want_logits))
+        if wanted and (
+            answer.logits is None or answer.logits.ndim != 2 or len(answer.logits) != wanted or answer.logits.dtype != np.float32
+        ):
+            found = "nothing" if answer.logits is None else f"{answer.logits.dtype} {list(answer.logits.shape)}"
+            return f"forward answered {found}, but must answer float32 logits of {wanted} rows"
+    if isinstance(step, CacheRows) and answer.cache is None:
+        return "cache_rows answered nothing, but must answer the committed rows"
+    if isinstance(step, Generate) and (answer.generations is None or len(answer.generations) != len(step.prompts)):
+        return f"generate answered {len(answer.generations or ())} sequences, but was given {len(step.prompts)} prompts"
+    return None
+
+
+def replay_golden(model: GoldenModel, steps: list[Step]) -> NDArray[np.float32]:
+    """Golden bits do not depend on batching, so that one pass over the script is the reference for every engine."""
+    session = model.open()
+    logits = [np.zeros((0, model.config.vocab), np.float32)]
+    for step in steps:
+        if isinstance(step, Forward):
+            logits.append(session.forward(step.rows, step.want_logits, frozenset(), lambda name, layer, array: None))
+        elif isinstance(step, Commit):
+            session.commit(step.sequence, step.path)
+        elif isinstance(step, Evict):
+            session.evict(step.sequence)
+        elif isinstance(step, Fork):
+            session.fork(step.source, step.target)
+    return np.concatenate(logits)
+
+
+# The pass
+
+
+@dataclass(eq=False)
+class Stack:
+    """One tap over all rows (or all rows with logits). `present` is None where every batch gave it."""
+
+    values: NDArray[Any]
+    present: NDArray[np.bool_] | None
+
+
+@dataclass(eq=False)
+class Walked:
+    """One pass over all rows: the judgements, and which rows carry a proof. A `Taps` of `oracles.walk`."""
+
+    model: JudgeModel
+    history: History
+    trace: Trace
+    profile: Profile
+    judgements: list[Judgement] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rows = len(self.history)
+        self.arithmetic: Arithmetic = arithmetic(self.profile)
+        self.proven = np.ones(rows, np.bool_)  # rows whose taps were all given (or tightly composed) and passed
+        self.logits: NDArray[np.float32] = np.zeros((0, self.model.config.vocab), np.float32)
+        self.residuals: dict[tuple[str, int], Wide] = {}
+        self.ids: dict[int, Ids] = {}
+        self._stacks: dict[tuple[str, int], Stack | None] = {}
+        self._undecided: dict[int, NDArray[np.bool_]] = {}
+        self._seen: dict[str, Ball] = {}  # exact inputs of the current layer, for diagnosis
+        self.cache: list[tuple[Ball, Ball]] = []
+        self._rungs_of_rows = list(self.history.rungs.items())
+        of_wanted = {rung: np.flatnonzero(np.isin(self.history.wanted, rows)) for rung, rows in self.history.rungs.items()}
+        self._rungs_of_wanted = [(rung, at) for rung, at in of_wanted.items() if len(at)]
+        if not rows:
+            return
+        self.answers = [self.trace.answers[batch.step] for batch in self.history.batches]
+        self.tapped = any(answer.taps for answer in self.answers)
+        if self.tapped:
+            walk(
+                self.model, self.profile, self.history.token, self.history.position, self.history.visible, self.history.wanted, self
+            )  # fmt: skip
+            self._judge_choice()
+        else:
+            self.proven[:] = False
+            self.logits = self._answered_logits()
+        self._judge_cache()
+
+    def seen(self, name: str) -> Ball:
+        """What the walk read at tap `name` of the current layer."""
+        return self._seen[name]
+
+    # ---- what the walk asks ---------------------------------------------------------------------------------
+    def has(self, name: str, layer: int) -> bool:
+        stack = self._stack(name, layer)
+        return stack is not None and stack.present is None
+
+    def meet(self, name: str, layer: int, predicted: Ball) -> Ball:
+        if name in OF_EXPERTS and layer in self._undecided and predicted.rad is not None:
+            rows = self._undecided[layer]
+            predicted.rad = np.where(rows.reshape(-1, *[1] * (predicted.mid.ndim - 1)), np.inf, predicted.rad)
+        stack = self._stack(name, layer)
+        met = predicted if stack is None else self._compare(name, layer, predicted, stack)
+        self._seen[name] = met
+        if name == "k_rope":
+            self.cache.append((self._seen["latent"], met))
+        if stack is None and name == "logits":
+            raise AssertionError("logits are part of every answer")
+        return met
+
+    def choose(self, layer: int, predicted: Ball) -> Ids:
+        c = self.model.config
+        bias = self.model.bias(layer)
+
+        rule = route.Rule(c.top_k, c.groups, c.top_groups, c.group_score == "max")
+        expected = rule.choose(predicted.mid.astype(np.float32), bias)
+        certain = np.ones(len(expected), np.bool_)
+        if predicted.rad is not None:
+            certain = rule.is_forced(predicted, bias, expected)
+        stack = self._stack("expert_ids", layer)
+        if stack is None or stack.present is not None:
+            self._undecided[layer] = ~certain
+            self.proven &= certain
+            self.ids[layer] = expected
+            return expected
+        own = stack.values
+        valid = ((own >= 0) & (own < c.experts)).all(-1, keepdims=True)
+        equal = Equal(route.in_order_of(own, expected), "M8")
+        if predicted.rad is None:
+            self._equal("expert_ids", layer, own, equal)
+        else:
+            explained = rule.is_explained(predicted, bias, own)
+            self._ids_without_scores(layer, own, expected, certain, explained)
+        self.ids[layer] = np.where(valid, own, expected)
+        return self.ids[layer]
+
+    # ---- taps -------------------------------------------------------------------------------------------------
+    def _stack(self, name: str, layer: int) -> Stack | None:
+        key = (name, layer)
+        if key not in self._stacks:
+            self._stacks[key] = self._build(name, layer)
+        return self._stacks[key]
+
+    def _build(self, name: str, layer: int) -> Stack | None:
+        """The tap of every batch, joined; taps over keys by global key, zero elsewhere."""
+        history, config = self.history, self.model.config
+        tap = next(t for t in taps_of_layer(config, layer) if t.name == name)
+        parts: list[NDArray[Any] | None] = []
+        for batch, answer in zip(history.batches, self.answers, strict=True):
+            found = answer.taps.get((name, layer))
+            count = len(batch.wanted) if layer == config.layers and name != "final_norm" else batch.count
+            shape = (count, *(batch.columns if word == "S" else self._extent(word) for word in tap.dims[1:]))
+            if found is not None and (problem := _unlike(found, shape, tap)):
+                more = name in UNKEYED and found.ndim == 3 and found.shape[2] > shape[2]
+                text = f"{name}, layer {layer}, of step {batch.step}: {problem}"
+                if more:
+                    text += f"; a row has at most {batch.columns} keys: committed and pending ones (K2)"
+                rung = rung_of_step(history, batch.start)
+                self._add(Judgement(Verdict.MALFORMED, "K2" if more else "C4", tap.op, name, rung, layer, batch.step, message=text))
+                self.proven[batch.start : batch.start + batch.count] = False
+                found = None
+            if found is None and name == "logits" and count:
+                found = answer.logits
+            parts.append(found if found is not None else np.zeros((0, *shape[1:]), tap.dtype) if not count else None)
+        if all(part is None or not len(part) for part in parts):
+            return None
+        present = None
+        if any(part is None for part in parts):
+            given = np.array([part is not None for part in parts])
+            present = np.repeat(given, [batch.count for batch in history.batches])
+        if name in UNKEYED:
+            values = np.zeros((len(history), config.heads, len(history)), np.float32)
+            for batch, part in zip(history.batches, parts, strict=True):
+                if part is not None:
+                    for span in batch.spans:
+                        at = np.ix_(batch.start + span.rows, np.arange(config.heads), span.keys)
+                        values[at] = part[span.rows, :, : len(span.keys)]
+            return Stack(values, present)
+        if present is not None and not (layer == config.layers and name != "final_norm"):
+            filled = [
+                np.zeros((b.count, *(self._extent(word) for word in tap.dims[1:])), tap.dtype) if part is None else part
+                for b, part in zip(history.batches, parts, strict=True)
+            ]
+            return Stack(np.concatenate(filled), present)
+        if present is not None:
+            return None
+        return Stack(np.concatenate([part for part in parts if part is not None]), None)
+
+    def _extent(self, word: str) -> int:
+        total = 0
+        for part in word.split("+"):
+            product = 1
+            for factor in part.split("*"):
+                product *= int(getattr(self.model.config, factor))
+            total += product
+        return total
+
+    def _answered_logits(self) -> NDArray[np.float32]:
+        parts = [answer.logits for answer in self.answers if answer.logits is not None and len(answer.logits)]
+        return np.concatenate(parts) if parts else self.logits
+
+    def _compare(self, name: str, layer: int, predicted: Ball, stack: Stack) -> Ball:
+        where = None
+        if name == "scores":
+            where = np.broadcast_to(self.history.visible[:, None], predicted.mid.shape)
+        if stack.present is not None:
+            rows = stack.present.reshape(-1, *[1] * (predicted.mid.ndim - 1))
+            where = np.broadcast_to(rows if where is None else where & rows, predicted.mid.shape)
+        near = Near(predicted, RULES.get(name, "N2") if predicted.exact or name != "attn_residual" else "N2", where)
+        share = shares(stack.values, near)
+        self._judge_rows(name, layer, stack, near, share)
+        if name == "probs":
+            self._judge_padding(layer)
+        if stack.present is None:
+            return Ball(stack.values)
+        rad = np.zeros(predicted.mid.shape) if predicted.rad is None else predicted.rad
+        return Ball(np.where(rows, stack.values, predicted.mid), np.where(rows, 0.0, rad))
+
+    def _judge_rows(self, name: str, layer: int, stack: Stack, near: Near, share: Wide) -> None:
+        """One judgement per rung: of the first failing step if there is one, else of the worst row."""
+        history = self.history
+        of_wanted = name == "logits"
+        worst = share.reshape(len(share), -1).max(1, initial=0.0)
+        blunt = self._blunt(name, layer, near)
+        failing = worst > 1
+        rows = history.wanted if of_wanted else None
+        if failing.any():
+            self.proven[history.wanted[failing] if of_wanted else failing] = False
+        op = OP_OF_TAP[name] if name != "ffn_out" or not self.model.config.is_dense(layer) else "matmul"
+        for rung, at in self._rungs_of_wanted if of_wanted else self._rungs_of_rows:
+            group = at
+            if failing[at].any():
+                bad = at[failing[at]]
+                steps = history.step[bad if rows is None else rows[bad]]
+                group = bad[steps == steps[0]]
+            row = int(group[worst[group].argmax()])
+            index = (row, *(int(i) for i in np.unravel_index(int(share[row].argmax()), share.shape[1:]))) if share[row].size else (row,)
+            own = row if rows is None else int(rows[row])
+            shown = self._shown(name, index, own)
+            top = float(worst[row])
+            judgement = near_judgement(
+                stack.values, near, index, top, int(share[at].size), shown=shown, op=op, tap=name, rung=rung, layer=layer,
+                step=int(history.step[own]), token=int(history.row[own]),
+            )  # fmt: skip
+            if blunt is not None and blunt[at].any() and judgement.verdict not in FINDINGS:
+                judgement = self._unverified(judgement, name, layer, int(blunt[at].sum()), len(at))
+            elif judgement.verdict in FINDINGS:
+                judgement = diagnosis.refine(judgement, self, name, layer, near, stack.values, failing, own, index)
+            self._add(judgement)
+
+    def _blunt(self, name: str, layer: int, near: Near) -> NDArray[np.bool_] | None:
+        """Rows whose composed radius is too large to prove anything; None if every input was given."""
+        missing = [source for source in inputs_of(self.model.config, name, layer) if not self.has(*source)]
+        rad = near.ball.rad
+        if not missing or rad is None:
+            return None
+        rad = np.broadcast_to(rad, near.ball.mid.shape)
+        if near.where is not None:
+            rad = np.where(near.where, rad, 0.0)
+        flat = near.ball.mid.reshape(len(rad), -1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            size = np.sqrt(np.mean(np.square(flat), 1))
+            share = rad.reshape(len(rad), -1).max(1, initial=0.0)
+            loose = ~(share <= TIGHT * size)
+            large: NDArray[np.bool_] = ~(share <= LARGE * size)
+        self.proven[self.history.wanted[loose] if name == "logits" else loose] = False
+        return large
+
+    def _unverified(self, judgement: Judgement, name: str, layer: int, count: int, rows: int) -> Judgement:
+        region = self._region(name, layer)
+        fields = {f: getattr(judgement, f) for f in ("rule", "op", "tap", "rung", "layer", "step", "token", "index", "found", "expected", "bound", "share", "checked")}  # fmt: skip
+        text = f"{name}, layer {layer}: without the taps {region} the bound is a large share of the row in {count} of {rows} rows; nothing is proven"
+        return Judgement(Verdict.UNVERIFIED, message=text, **fields)
+
+    def _region(self, name: str, layer: int) -> str:
+        """Names of the taps between here and the last ones that were given, at most six."""
+        missing: dict[str, None] = {}
+        queue = [(name, layer)]
+        while queue and len(missing) < 6:
+            for source in inputs_of(self.model.config, *queue.pop(0)):
+                if not self.has(*source) and source[0] not in missing:
+                    missing[source[0]] = None
+                    queue.append(source)
+        return ", ".join(sorted(missing, key=all_tap_names().index))
+
+    def _shown(self, name: str, index: tuple[int, ...], own: int) -> tuple[int, ...]:
+        """The position inside the engine's own tap: rows of the batch, columns of its keys."""
+        history = self.history
+        if name == "logits":
+            return (index[0] - history.batches[int(history.batch[own])].wanted_start, *index[1:])
+        if name in UNKEYED:
+            return (int(history.row[own]), index[1], history.column_of(own, index[2]))
+        return (int(history.row[own]), *index[1:])
+
+    def _judge_padding(self, layer: int) -> None:
+        """Columns past a row's own keys must weigh exactly 0, too (C3)."""
+        for batch, answer in zip(self.history.batches, self.answers, strict=True):
+            found = answer.taps.get(("probs", layer))
+            if found is None or found.ndim != 3 or found.shape[2] != batch.columns:
+                continue
+            for span in batch.spans:
+                extra = found[span.rows, :, len(span.keys) :]
+                if extra.size and (extra != 0).any():
+                    row, head, column = (int(i) for i in np.argwhere(extra != 0)[0])
+                    value = float(extra[row, head, column])
+                    index = (int(span.rows[row]), head, len(span.keys) + column)
+                    text = f"probs[{', '.join(map(str, index))}], layer {layer}, is {value:.6g}, but must be exactly 0: no key stands there (C3)"
+                    verdict = Verdict.DEFECT if np.isfinite(value) else Verdict.NONFINITE
+                    self.proven[batch.start + span.rows] = False
+                    rung = rung_of_step(self.history, batch.start)
+                    self._add(
+                        Judgement(
+                            verdict, "C3", "softmax", "probs", rung, layer, batch.step, index[0], index, value, share=np.inf, message=text
+                        )
+                    )
+                    break
+
+    def _equal(self, name: str, layer: int, found: NDArray[Any], equal: Equal, of_wanted: bool = False) -> None:
+        """A decision, per rung."""
+        history = self.history
+        rows = history.wanted if of_wanted else np.arange(len(history))
+        wrong = (found != equal.values).reshape(len(found), -1).any(1)
+        self.proven[rows[wrong]] = False
+        for rung, at in self._rungs_of_wanted if of_wanted else self._rungs_of_rows:
+            bad = at[wrong[at]]
+            place: dict[str, Any] = {"op": OP_OF_TAP[name], "tap": name, "rung": rung, "layer": layer}
+            if not len(bad):
+                size = int(found[at].size)
+                self._add(Judgement(Verdict.EXACT, equal.rule, step=int(history.step[rows[at[0]]]), checked=size, **place))
+                continue
+            row = int(bad[0])
+            own = int(rows[row])
+            judged = judge_equal(found[row : row + 1], Equal(equal.values[row : row + 1], equal.rule), **place)
+            batch = history.batches[int(history.batch[own])]
+            first = row - batch.wanted_start if of_wanted else int(history.row[own])
+            index = (first, *judged.index[1:])
+            shown = ", ".join(map(str, index))
+            text = f"{name}[{shown}], layer {layer}, is {int(judged.found)}, but must be {int(judged.expected)} ({equal.rule})"
+            self._add(
+                Judgement(
+                    judged.verdict, equal.rule, step=batch.step, token=int(history.row[own]), index=index, found=judged.found,
+                    expected=judged.expected, share=np.inf, checked=int(found[at].size), message=text, **place,
+                )
+            )  # fmt: skip
+
+    def _ids_without_scores(self, layer: int, own: Ids, expected: Ids, certain: NDArray[np.bool_], explained: NDArray[np.bool_]) -> None:
+        """Expert ids where the scores are only known within balls: right if forced, wrong if no scores in the balls explain them."""
+        same = (np.sort(own, -1) == np.sort(expected, -1)).all(-1)
+        explained = same | explained
+        self._equal("expert_ids", layer, own, Equal(np.where((certain | ~explained)[:, None], route.in_order_of(own, expected), own), "M8"))
+        open_rows = ~certain & explained
+        self.proven &= ~open_rows
+        for rung, at in self._rungs_of_rows:
+            if open_rows[at].any():
+                row = int(at[open_rows[at]][0])
+                text = (
+                    f"expert_ids, layer {layer}: without router_scores the choice is open in {int(open_rows[at].sum())} of {len(at)} rows"
+                )
+                step, token = int(self.history.step[row]), int(self.history.row[row])
+                self._add(Judgement(Verdict.UNVERIFIED, "M8", "route", "expert_ids", rung, layer, step, token, message=text))
+
+    # ---- logits, argmax, cache ------------------------------------------------------------------------------
+    def _judge_choice(self) -> None:
+        """The answer's logits are the tap's, bit for bit; the argmax is exact on them."""
+        last = self.model.config.layers
+        self.logits = self._answered_logits()
+        stack = self._stack("logits", last)
+        if stack is not None and stack.values.shape == self.logits.shape and any(("logits", last) in a.taps for a in self.answers):
+            given, tapped = self.logits.view(np.uint32), np.ascontiguousarray(stack.values, np.float32).view(np.uint32)
+            if (given != tapped).any():
+                row, token = (int(i) for i in np.argwhere(given != tapped)[0])
+                own = int(self.history.wanted[row])
+                text = f"logits[{row}, {token}] of the answer is {self.logits[row, token]:.9g}, but the tap says {stack.values[row, token]:.9g} (N4)"
+                rung = rung_of_step(self.history, own)
+                self._add(
+                    Judgement(
+                        Verdict.DEFECT, "N4", "matmul", "logits", rung, last, int(self.history.step[own]), int(self.history.row[own]),
+                        found=float(self.logits[row, token]), expected=float(stack.values[row, token]), share=np.inf, message=text,
+                    )
+                )  # fmt: skip
+        chosen = self._stack("argmax", last)
+        if chosen is not None and chosen.present is None and len(chosen.values) == len(self.logits):
+            self._equal("argmax", last, chosen.values, Equal(argmax.choice(self.logits, chosen.values), "A1"), of_wanted=True)
+
+    def _judge_cache(self) -> None:
+        """CacheRows: the engine's own latent | k_rope of the rows that the commits kept (K1, K2, K7), per layer."""
+        reads = self.history.cache_reads
+        for layer, balls in enumerate(self.cache if reads else ()):
+            rows = concatenate(list(balls), -1)
+            self._judge_cache_layer(layer, rows)
+        if reads and not self.cache:
+            step = min(reads)
+            text = "cache: the engine gives no taps of latent and k_rope, so the rows cannot be told apart from wrong ones"
+            self._judge_lengths()
+            self._add(Judgement(Verdict.UNVERIFIED, "K1", "compact", "cache", "accept and commit", step=step, message=text))
+        elif reads:
+            self._judge_lengths()
+
+    def _judge_lengths(self) -> None:
+        config = self.model.config
+        for step, rows in self.history.cache_reads.items():
+            found = self.trace.answers[step].cache
+            assert found is not None
+            shape = (config.layers, len(rows), config.cache_dim)
+            if found.shape == shape and found.dtype == np.float32:
+                continue
+            text = f"cache_rows of step {step} answered {found.dtype} {list(found.shape)}, but must be float32 {list(shape)} (K2)"
+            longer = found.ndim == 3 and found.shape[::2] == shape[::2]
+            verdict = Verdict.DEFECT if longer else Verdict.MALFORMED
+            length = float(found.shape[1]) if longer else 0.0
+            self._add(
+                Judgement(
+                    verdict, "K2", "compact", "cache_length", "accept and commit", step=step, found=length, expected=float(len(rows)),
+                    share=np.inf, message=text,
+                )
+            )  # fmt: skip
+            return
+        step = max(self.history.cache_reads)
+        self._add(
+            Judgement(Verdict.EXACT, "K2", "compact", "cache_length", "accept and commit", step=step, checked=len(self.history.cache_reads))
+        )
+
+    def _judge_cache_layer(self, layer: int, rows: Ball) -> None:
+        config, checked, verdict = self.model.config, 0, Verdict.EXACT if rows.exact else Verdict.WITHIN_BOUND
+        worst = 0.0
+        for step, kept in self.history.cache_reads.items():
+            found = self.trace.answers[step].cache
+            if found is None or found.shape != (config.layers, len(kept), config.cache_dim) or found.dtype != np.float32:
+                continue
+            checked += found[layer].size
+            due = rows[kept]
+            share = shares(found[layer], Near(due))
+            top = float(share.max(initial=0.0))
+            if top > 1:
+                self._add(diagnosis.of_cache(self, layer, step, kept, rows, found[layer], share))
+                return
+            if due.rad is not None and bool((due.rad.max(1) > LARGE * np.sqrt(np.mean(np.square(due.mid), 1))).any()):
+                verdict = Verdict.UNVERIFIED
+            worst = max(worst, top)
+        step = max(self.history.cache_reads)
+        text = "cache: without the taps latent and k_rope the bound is a large share of the rows" if verdict is Verdict.UNVERIFIED else ""
+        self._add(
+            Judgement(verdict, "K1", "compact", "cache", "accept and commit", layer, step, share=worst, checked=checked, message=text)
+        )
+
+    def _add(self, judgement: Judgement) -> None:
+        self.judgements.append(judgement)
+
+
+def rung_of_step(history: History, row: int) -> str:
+    """The rung of a global row."""
+    return next(rung for rung, rows in history.rungs.items() if row in rows)
+
+
+def _unlike(found: NDArray[Any], shape: tuple[int, ...], tap: Tap) -> str:
+    if found.shape != shape or found.dtype != np.dtype(tap.dtype):
+        return f"{found.dtype} {list(found.shape)}, but must be {tap.dtype} {list(shape)}"
+    return ""

@@ -1,0 +1,212 @@
+"""The model as equations over balls (M1-M9), every row at once. What happens at a tap is the caller's: compare it with the engine's,
+perturb it, record it.
+
+T = all rows of a session, H = heads, n = nope_dim, D = rope_dim, R = kv_rank; keys are rows, too: [T, T] says who sees whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oracles.ball import INFLATE, Arithmetic, Ball, Wide, arithmetic, concatenate
+from oracles.ops import add, combine, matmul, moe, o_latent, q_absorb, rms_norm, rope, router_scores, scores, softmax, swiglu
+from oracles.ops.embed import row_ball
+from oracles.ops.route import weights as route_weights
+from spec.config import Config
+from spec.engine import Profile
+from spec.rotary import Rotary
+from spec.weights import Weights
+
+Ids = NDArray[np.int64]
+
+
+class Taps(Protocol):
+    """Who meets the walk at each tap."""
+
+    def meet(self, name: str, layer: int, predicted: Ball) -> Ball:
+        """What the next operation reads: the engine's own numbers as an exact leaf, or the prediction."""
+        ...
+
+    def choose(self, layer: int, predicted: Ball) -> Ids:
+        """[T, top_k] experts, from router scores."""
+        ...
+
+    def has(self, name: str, layer: int) -> bool:
+        """Whether `meet` gives an exact leaf for every row: without it both algebraic forms of attention are honest."""
+        ...
+
+
+class JudgeModel:
+    """Weights as exact balls whose float64 copies and absolute values are kept: made once per model, read by every session."""
+
+    def __init__(self, config: Config, weights: Weights, rotary: Rotary | None = None) -> None:
+        self.config = config
+        self.rotary = rotary or Rotary(config)
+        self.embed = weights["embed"]
+        self.balls = {name: Ball(value) for name, value in weights.items() if name != "embed"}
+        if config.tied:
+            self.balls["head"] = Ball(self.embed.T)
+        self.eps = float(np.float32(config.rms_eps))
+        self.latent_eps = float(np.float32(config.latent_norm_eps))
+        self.scale = float(np.float32(config.softmax_scale))
+        self.routed_scale = float(np.float32(config.routed_scale))
+        self.denominator_eps = float(np.float32(config.denominator_eps))
+
+    def bias(self, layer: int) -> NDArray[np.float32]:
+        """The routing bias as float32, zeros where the router has none."""
+        ball = self.balls.get(f"{layer}.router_bias")
+        return np.zeros(self.config.experts, np.float32) if ball is None else ball.mid.astype(np.float32)
+
+
+def walk(
+    model: JudgeModel,
+    profile: Profile,
+    token: NDArray[np.int64],
+    position: NDArray[np.int64],
+    visible: NDArray[np.bool_],
+    wanted: NDArray[np.intp],
+    taps: Taps,
+    statistics: bool = False,
+) -> Ball:
+    """The logits of the `wanted` rows, as the taps left them."""
+    a = arithmetic(profile, statistics)
+    c, last = model.config, model.config.layers
+    cos, sin = (table.astype(np.float64) for table in model.rotary.tables(position))
+    x = taps.meet("embed", -1, row_ball(model.embed[token], a))
+    for layer in range(last):
+        h = taps.meet("attn_norm", layer, rms_norm.bound(x, model.balls[f"{layer}.attn_norm"], model.eps, a))
+        out = attention(model, layer, h, cos, sin, visible, taps, a)
+        x = taps.meet("attn_residual", layer, add.bound(x, out, a))
+        h = taps.meet("ffn_norm", layer, rms_norm.bound(x, model.balls[f"{layer}.ffn_norm"], model.eps, a))
+        block = feed_forward(model, layer, h, "", taps, a) if c.is_dense(layer) else sparse(model, layer, h, taps, a)
+        x = taps.meet("ffn_residual", layer, add.bound(x, taps.meet("ffn_out", layer, block), a))
+    h = taps.meet("final_norm", last, rms_norm.bound(x, model.balls["norm"], model.eps, a))
+    return taps.meet("logits", last, matmul.bound(h[wanted], model.balls["head"], a))
+
+
+def attention(
+    model: JudgeModel, layer: int, h: Ball, cos: Wide, sin: Wide, visible: NDArray[np.bool_], taps: Taps, a: Arithmetic
+) -> Ball:  # fmt: skip
+    c, rows = model.config, h.mid.shape[0]
+
+    def weight(name: str) -> Ball:
+        return model.balls[f"{layer}.{name}"]
+
+    def meet(name: str, predicted: Ball) -> Ball:
+        return taps.meet(name, layer, predicted)
+
+    if c.q_rank:
+        q = meet("q_a", matmul.bound(h, weight("q_a"), a))
+        q = meet("q_a_norm", rms_norm.bound(q, weight("q_a_norm"), model.latent_eps, a))
+        q = matmul.bound(q, weight("q_b"), a)
+    else:
+        q = matmul.bound(h, weight("q"), a)
+    q = meet("q", q.reshape(rows, c.heads, c.nope_dim + c.rope_dim))
+    kv = meet("kv_a", matmul.bound(h, weight("kv_a"), a))
+    latent = meet("latent", rms_norm.bound(kv[:, : c.kv_rank], weight("kv_a_norm"), model.latent_eps, a))
+    half = c.rope_layout == "half"
+    q_rope = meet("q_rope", rope.bound(q[..., c.nope_dim :], cos[:, None], sin[:, None], half, a))
+    k_rope = meet("k_rope", rope.bound(kv[:, c.kv_rank :], cos, sin, half, a))
+    q_nope = q[..., : c.nope_dim]
+    absorbed = meet("q_absorb", q_absorb.bound(q_nope, weight("w_kc"), a))
+    own = scores.bound(concatenate([absorbed, q_rope], -1), concatenate([latent, k_rope], -1), model.scale, a)
+    if not taps.has("q_absorb", layer):
+        own = expanded_scores(own, q_nope, q_rope, latent, k_rope, weight("w_kc"), model.scale, a)
+    own = meet("scores", own)
+    probs = meet("probs", softmax.bound(own, visible[:, None], a))
+    values = meet("o_latent", o_latent.bound(probs, latent, visible.sum(-1)[:, None, None], a))
+    heads = q_absorb.bound(values, weight("w_vc"), a)
+    if not taps.has("o_latent", layer):
+        heads = expanded_values(heads, probs, latent, weight("w_vc"), a)
+    heads = meet("o_heads", heads)
+    return meet("attn_out", matmul.bound(heads.reshape(rows, -1), weight("o"), a))
+
+
+def expanded_scores(
+    absorbed: Ball, q_nope: Ball, q_rope: Ball, latent: Ball, k_rope: Ball, w_kc: Ball, scale: float, a: Arithmetic
+) -> Ball:  # fmt: skip
+    """Keys expanded by w_kc before the dot: gamma(n + R + D + 2) scale (|q_n||w_kc||c| + |q_r||k_r|) bounds both associations."""
+    terms = q_nope.mid.shape[-1] + latent.mid.shape[-1] + k_rope.mid.shape[-1]
+    reach = q_absorb.per_head(q_nope.upper, w_kc.absolute) @ latent.upper.T + q_rope.upper @ k_rope.upper.T
+    rad = ((1 + a.gamma(terms + scores.EXTRA)) * (1 + a.input_growth) ** 2 - 1) * reach * abs(scale) * INFLATE
+    inherited = absorbed.rad if absorbed.rad is not None else np.zeros(())
+    return Ball(absorbed.mid, rad + inherited, absorbed.std, absorbed.overflow)
+
+
+def expanded_values(absorbed: Ball, probs: Ball, latent: Ball, w_vc: Ball, a: Arithmetic) -> Ball:
+    """Values expanded by w_vc before the sum over keys: gamma(S + R) p |c||w_vc|."""
+    terms = latent.mid.shape[0] + latent.mid.shape[1]
+    rows, heads, keys = probs.mid.shape
+    reach = (probs.upper.reshape(-1, keys) @ latent.upper).reshape(rows, heads, -1)
+    rad = ((1 + a.gamma(terms)) * (1 + a.input_growth) ** 2 - 1) * q_absorb.per_head(reach, w_vc.absolute) * INFLATE
+    inherited = absorbed.rad if absorbed.rad is not None else np.zeros(())
+    return Ball(absorbed.mid, rad + inherited, absorbed.std, absorbed.overflow)
+
+
+def feed_forward(model: JudgeModel, layer: int, h: Ball, prefix: str, taps: Taps, a: Arithmetic) -> Ball:
+    """down(silu(gate) * up); its last tap is the caller's, because a dense layer calls it `ffn_out`."""
+
+    def weight(name: str) -> Ball:
+        return model.balls[f"{layer}.{prefix}{name}"]
+
+    gate = taps.meet(prefix + "gate", layer, matmul.bound(h, weight("gate"), a))
+    up = taps.meet(prefix + "up", layer, matmul.bound(h, weight("up"), a))
+    return matmul.bound(taps.meet(prefix + "act", layer, swiglu.bound(gate, up, a)), weight("down"), a)
+
+
+def sparse(model: JudgeModel, layer: int, h: Ball, taps: Taps, a: Arithmetic) -> Ball:
+    """sum_k weight_k * expert_k(h) + shared(h)"""
+    c = model.config
+
+    def weight(name: str) -> Ball:
+        return model.balls[f"{layer}.{name}"]
+
+    def meet(name: str, predicted: Ball) -> Ball:
+        return taps.meet(name, layer, predicted)
+
+    logits = meet("router_logits", matmul.bound(h, weight("router"), a))
+    chances = meet("router_scores", router_scores.bound(logits, c.scoring == "softmax", a))
+    ids = taps.choose(layer, chances)
+    mix = meet("expert_weights", route_weights(chances, ids, model.routed_scale, c.norm_top_k, model.denominator_eps, a))
+    by_expert = moe.grouped(ids)
+    gate = meet("expert_gate", moe.project(h, weight("expert_gate"), by_expert, a))
+    up = meet("expert_up", moe.project(h, weight("expert_up"), by_expert, a))
+    act = meet("expert_act", swiglu.bound(gate, up, a))
+    experts = meet("expert_out", moe.project(act, weight("expert_down"), by_expert, a))
+    shared = meet("shared_out", feed_forward(model, layer, h, "shared_", taps, a)) if c.shared_experts else None
+    return combine.bound(mix, experts, shared, a)
+
+
+Inputs = Callable[[str, int], tuple[tuple[str, int], ...]]
+
+_INPUTS: dict[str, tuple[str, ...]] = {
+    "attn_norm": ("residual",), "q_a": ("attn_norm",), "q_a_norm": ("q_a",), "q": ("q_a_norm",), "kv_a": ("attn_norm",), "latent": ("kv_a",),
+    "q_rope": ("q",), "k_rope": ("kv_a",), "q_absorb": ("q",), "scores": ("q_absorb", "q_rope", "latent", "k_rope"), "probs": ("scores",),
+    "o_latent": ("probs", "latent"), "o_heads": ("o_latent",), "attn_out": ("o_heads",), "attn_residual": ("residual", "attn_out"),
+    "ffn_norm": ("attn_residual",), "gate": ("ffn_norm",), "up": ("ffn_norm",), "act": ("gate", "up"), "router_logits": ("ffn_norm",),
+    "router_scores": ("router_logits",), "expert_ids": ("router_scores",), "expert_weights": ("router_scores", "expert_ids"),
+    "expert_gate": ("ffn_norm", "expert_ids"), "expert_up": ("ffn_norm", "expert_ids"), "expert_act": ("expert_gate", "expert_up"),
+    "expert_out": ("expert_act",), "shared_gate": ("ffn_norm",), "shared_up": ("ffn_norm",), "shared_act": ("shared_gate", "shared_up"),
+    "shared_out": ("shared_act",), "ffn_residual": ("attn_residual", "ffn_out"), "final_norm": ("residual",), "logits": ("final_norm",),
+    "argmax": ("logits",),
+}  # fmt: skip
+
+
+def inputs_of(config: Config, name: str, layer: int) -> tuple[tuple[str, int], ...]:
+    """The taps that the operation behind a tap reads, as (name, layer)."""
+    if name == "embed":
+        return ()
+    if name == "ffn_out":
+        names: tuple[str, ...] = ("act",) if config.is_dense(layer) else ("expert_weights", "expert_out")
+        if not config.is_dense(layer) and config.shared_experts:
+            names = (*names, "shared_out")
+    elif name == "q" and not config.q_rank:
+        names = ("attn_norm",)
+    else:
+        names = _INPUTS[name]
+    residual = ("embed", -1) if layer == 0 else ("ffn_residual", layer - 1)
+    return tuple(residual if source == "residual" else (source, layer) for source in names)
