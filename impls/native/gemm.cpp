@@ -16,30 +16,38 @@ inline f32x4 spread(float value, f32x4 /*kind*/) { return broadcast4(value); }
 inline void store(float* to, float value) { *to = value; }
 inline void store(float* to, f32x4 value) { store4(to, value); }
 
-// One tile of ROWS rows by one Value of columns. Each output adds the same terms in the same order whatever the tile.
-template <int ROWS, class Value>
+// One tile of ROWS rows by WIDTH Values of columns. Each output adds the same terms in the same order whatever the tile.
+template <int ROWS, int WIDTH, class Value>
 void tile(const float* x, int64_t x_stride, const float* w, int64_t w_stride, float* out, int64_t out_stride, int64_t inner) {
+  constexpr int64_t kLanes = sizeof(Value) / sizeof(float);
   const Value kind{};
-  PairwiseSum<Value> sums[ROWS];
+  PairwiseSum<Value> sums[ROWS][WIDTH];
   for (int64_t start = 0; start < inner; start += kRun) {
     const int64_t end = start + kRun < inner ? start + kRun : inner;
-    Value run[ROWS];
-    const Value w_first = load(w + start * w_stride, kind);
-    for (int row = 0; row < ROWS; ++row) run[row] = spread(x[row * x_stride + start], kind) * w_first;
-    for (int64_t k = start + 1; k < end; ++k) {
-      const Value w_k = load(w + k * w_stride, kind);
-      for (int row = 0; row < ROWS; ++row) run[row] += spread(x[row * x_stride + k], kind) * w_k;
+    Value run[ROWS][WIDTH] = {};
+    for (int64_t k = start; k < end; ++k) {
+      Value w_k[WIDTH];
+      for (int column = 0; column < WIDTH; ++column) w_k[column] = load(w + k * w_stride + column * kLanes, kind);
+      for (int row = 0; row < ROWS; ++row) {
+        const Value x_k = spread(x[row * x_stride + k], kind);
+        for (int column = 0; column < WIDTH; ++column) run[row][column] += x_k * w_k[column];
+      }
     }
-    for (int row = 0; row < ROWS; ++row) sums[row].push(run[row]);
+    for (int row = 0; row < ROWS; ++row) {
+      for (int column = 0; column < WIDTH; ++column) sums[row][column].push(run[row][column]);
+    }
   }
-  for (int row = 0; row < ROWS; ++row) store(out + row * out_stride, sums[row].total());
+  for (int row = 0; row < ROWS; ++row) {
+    for (int column = 0; column < WIDTH; ++column) store(out + row * out_stride + column * kLanes, sums[row][column].total());
+  }
 }
 
 template <int ROWS>
 void row_panel(const float* x, int64_t x_stride, const float* w, float* out, int64_t out_stride, int64_t inner, int64_t columns) {
   int64_t column = 0;
-  for (; columns - column >= 4; column += 4) tile<ROWS, f32x4>(x, x_stride, w + column, columns, out + column, out_stride, inner);
-  for (; column < columns; ++column) tile<ROWS, float>(x, x_stride, w + column, columns, out + column, out_stride, inner);
+  for (; columns - column >= 8; column += 8) tile<ROWS, 2, f32x4>(x, x_stride, w + column, columns, out + column, out_stride, inner);
+  for (; columns - column >= 4; column += 4) tile<ROWS, 1, f32x4>(x, x_stride, w + column, columns, out + column, out_stride, inner);
+  for (; column < columns; ++column) tile<ROWS, 1, float>(x, x_stride, w + column, columns, out + column, out_stride, inner);
 }
 
 }  // namespace

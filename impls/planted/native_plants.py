@@ -1,150 +1,95 @@
 """The bugs planted in the native engine: what each is, and what a judge should say. Where it lives is an `#ifdef` in its sources.
 
-`python -m impls.native.build --plant NAME` compiles one; the registry knows it as "native:NAME". The same trees, sizes and
-rules are meant by `smallest_nodes` as in the plants of the blocked engine.
+`python -m impls.native.build --plant NAME` compiles one; the registry knows it as "native:NAME". Letters, regions and words are
+those of planting.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from impls.planted import Plant
+from impls.planted.planting import ACCEPT, CACHE, CLASSES, MASK, POSITION, REGIONS, STREAM, TREE
 
-_BRANCHING = frozenset({"branching tree"})
-_COMMIT = frozenset({"branching tree", "second round"})
+PRODUCTS = ("matmul", "q_absorb", "o_heads", "moe", "M3")
+COMMIT = (*CACHE, "commit", "cache_rows")
 
-PLANTS: tuple[Plant, ...] = (
-    Plant(
-        name="position-index",
-        source="BUGZOO Z08; HF pull/72: RoPE by slot instead of depth",
-        bug_class="b masks, tree masks, positions",
-        expected_ops=("rope", "tree_mask", "C2"),
-        trigger="two siblings: the second is at depth 1 but node 2",
-        smallest_nodes=2,
-        engine="native:position-index",
+
+def _plant(
+    name: str, bug_class: str, source: str, expected_ops: tuple[str, ...], trigger: str, *, nodes: int = 0, needs: Iterable[str] = ()
+) -> Plant:
+    origin, _, thread = source.rpartition(" ")
+    words = frozenset(needs)
+    assert words <= REGIONS.keys(), f"plant {name} needs unknown regions {sorted(words - REGIONS.keys())}"
+    return Plant(
+        name=name,
+        source=f"{origin}, https://github.com/{thread}",
+        bug_class=CLASSES[bug_class],
+        expected_ops=expected_ops,
+        trigger=trigger,
+        smallest_nodes=nodes,
+        engine=f"native:{name}",
         kind="native",
-        needs=_BRANCHING,
+        needs=words,
+    )
+
+
+_ALL = (
+    _plant(
+        "position-index", "b", "DDTREE section 6 row 25 warpfront/hipfire/pull/72", POSITION,
+        "a root with two children: the second is at depth 1, but node 2", nodes=2, needs=["tree"],
     ),
-    Plant(
-        name="mask-tile",
-        source="BUGZOO Z07: the mask is read in tiles on the diagonal only",
-        bug_class="b masks, tree masks, positions",
-        expected_ops=("tree_mask", "tree_attention", "softmax", "C3"),
-        trigger="node 4 does not descend from all of nodes 0 to 3: its first column tile of 4 is taken as causal",
-        smallest_nodes=4,
-        engine="native:mask-tile",
-        kind="native",
-        needs=_BRANCHING,
+    _plant(
+        "mask-tile", "b", "BUGZOO B14 PaddlePaddle/FastDeploy/pull/3514", MASK,
+        "node 4 does not descend from all of nodes 0 to 3: its first column tile of 4 is taken as causal", nodes=4, needs=["tree"],
     ),
-    Plant(
-        name="mask-stale",
-        source="BUGZOO Z39; SG pull/29907: a captured graph keeps the mask of its first replay",
-        bug_class="b masks, tree masks, positions",
-        expected_ops=("tree_mask", "tree_attention", "softmax", "C7", "C3"),
-        trigger="two batches of one sequence with the same number of rows and different parents: a chain of 3, then a root with two children",
-        smallest_nodes=2,
-        engine="native:mask-stale",
-        kind="native",
-        needs=_BRANCHING,
+    _plant(
+        "mask-stale", "k", "DDTREE section 6 row 22 sgl-project/sglang/pull/29907", (*MASK, "C7"),
+        "two batches of one sequence with the same number of rows and other parents: a chain of 3, then a root with two children",
+        nodes=2, needs=["tree"],
     ),
-    Plant(
-        name="gemm-tail-stale",
-        source="BUGZOO Z36: the last T mod 4 rows come from a stale buffer",
-        bug_class="h shape-dependent kernels",
-        expected_ops=("matmul", "q_absorb", "o_heads", "moe", "M3"),
-        trigger="a matrix product of 5 rows: one full tile and one row behind it",
-        smallest_nodes=0,
-        engine="native:gemm-tail-stale",
-        kind="native",
+    _plant(
+        "gemm-tail-stale", "h", "BUGZOO H17 ikawrakow/ik_llama.cpp/pull/171", PRODUCTS,
+        "a matrix product of 5 rows: one full tile of 4, and one row behind it",
     ),
-    Plant(
-        name="expert-first-row",
-        source="BUGZOO Z38: only the first token of each expert is computed",
-        bug_class="f MoE routing and experts",
-        expected_ops=("moe", "matmul", "M9"),
-        trigger="two rows of a batch that choose the same expert",
-        smallest_nodes=0,
-        engine="native:expert-first-row",
-        kind="native",
+    _plant(
+        "expert-first-row", "f", "BUGZOO F13 vllm-project/vllm-xpu-kernels/issues/453", ("moe", "matmul", "M9"),
+        "two rows of a batch that choose the same expert",
     ),
-    Plant(
-        name="heap-fifo",
-        source="HF ddtree.rs (DDTREE 6, row 1): push order instead of rank path among equal scores",
-        bug_class="c tree building",
-        expected_ops=("best_first_tree", "T3"),
-        trigger="L=2, K=2, B=2, log_probs [[-1, -1], [0, -5]]: (0) and (0,0) are right, FIFO takes (0) and (1)",
-        smallest_nodes=2,
-        engine="native:heap-fifo",
-        kind="native",
+    _plant(
+        "heap-fifo", "c", "DDTREE section 6 row 1 warpfront/hipfire", TREE,
+        "L=2, K=2, B=2, log_probs [[-1, -1], [0, -5]]: (0) and (0,0) are right, push order takes (0) and (1)", nodes=2, needs=["ties"],
     ),
-    Plant(
-        name="bonus-parent",
-        source="BUGZOO Z18: the bonus token comes from the parent's row",
-        bug_class="d acceptance / verify",
-        expected_ops=("accept", "generate", "A3"),
-        trigger="a tree of one node that is accepted",
-        smallest_nodes=1,
-        engine="native:bonus-parent",
-        kind="native",
+    _plant(
+        "bonus-parent", "d", "BUGZOO Z18 after D01 vllm-project/vllm/pull/2658", (*ACCEPT, "generate"),
+        "a tree of one node that is accepted", nodes=1,
     ),
-    Plant(
-        name="stop-last",
-        source="BUGZOO Z19: a stop token is looked for at the end of a round only",
-        bug_class="d acceptance / verify",
-        expected_ops=("generate", "A4", "L1"),
-        trigger="an accepted node is a stop token and the bonus is not",
-        smallest_nodes=1,
-        engine="native:stop-last",
-        kind="native",
+    _plant(
+        "stop-last", "d", "BUGZOO D06 LostRuins/koboldcpp/issues/1276", (*STREAM, "generate"),
+        "an accepted node is a stop token and the bonus is not", nodes=1, needs=["generate", "stop"],
     ),
-    Plant(
-        name="compact-first",
-        source="BUGZOO Z22; SG pull/27509: the first n slots are kept instead of the accepted ones",
-        bug_class="e KV compaction, rollback, paging",
-        expected_ops=("compact", "commit", "cache_rows", "K1"),
-        trigger="the accepted path is root, node 2: perfect in the first round, wrong in the cache and in every round after it",
-        smallest_nodes=2,
-        engine="native:compact-first",
-        kind="native",
-        needs=_COMMIT,
+    _plant(
+        "compact-first", "e", "DDTREE section 6 row 16 sgl-project/sglang/pull/27509", COMMIT,
+        "the accepted path is root, node 2: perfect in the first round, wrong in the cache and in every round after it",
+        nodes=2, needs=["tree"],
     ),
-    Plant(
-        name="compact-page",
-        source="BUGZOO Z26: rows that would cross a page boundary are not moved",
-        bug_class="e KV compaction, rollback, paging",
-        expected_ops=("commit", "cache_rows", "K1", "K4"),
-        trigger="a prefix of 14 rows and the accepted path root, node 2: row 16 of the second page moves to row 15 of the first",
-        smallest_nodes=2,
-        engine="native:compact-page",
-        kind="native",
-        needs=_COMMIT,
+    _plant(
+        "compact-page", "e", "BUGZOO Z26 after E07 sgl-project/sglang/pull/26866", COMMIT,
+        "a prefix of 14 rows and the accepted path root, node 2: row 16, in the second page, should move to row 15, in the first",
+        nodes=2, needs=["tree"],
     ),
-    Plant(
-        name="rejected-visible",
-        source="BUGZOO Z25: one rejected row stays visible after a commit",
-        bug_class="e KV compaction, rollback, paging",
-        expected_ops=("commit", "cache_rows", "K2", "K3"),
-        trigger="a tree of one node that is rejected: the cache is one row too long",
-        smallest_nodes=1,
-        engine="native:rejected-visible",
-        kind="native",
+    _plant(
+        "rejected-visible", "e", "BUGZOO E17 flexflow/flexflow-train/pull/714", COMMIT,
+        "a tree of one node that is rejected: the cache is one row too long", nodes=1, needs=["rejection"],
     ),
-    Plant(
-        name="mask-crash",
-        source="BUGZOO class j: an illegal access at one size",
-        bug_class="j crash, hang, illegal access",
-        expected_ops=("tree_mask", "forward", "generate"),
-        trigger="exactly 7 rows of one sequence in a batch: a root and 6 nodes",
-        smallest_nodes=6,
-        engine="native:mask-crash",
-        kind="native",
+    _plant(
+        "mask-crash", "j", "BUGZOO J06 deepseek-ai/DeepGEMM/pull/238", ("tree_mask", "forward", "generate"),
+        "exactly 7 rows of one sequence in a batch: a root and 6 nodes, or a prompt of 7 tokens", nodes=6,
     ),
-    Plant(
-        name="gemm-hang",
-        source="BUGZOO class j: a kernel that never ends at one size",
-        bug_class="j crash, hang, illegal access",
-        expected_ops=("matmul", "q_absorb", "o_heads", "moe", "forward", "generate"),
-        trigger="a matrix product of exactly 5 rows: a root and 4 nodes, or a prompt of 5 tokens",
-        smallest_nodes=4,
-        engine="native:gemm-hang",
-        kind="native",
+    _plant(
+        "gemm-hang", "j", "BUGZOO J05 Luce-Org/lucebox/commit/c1ec4342b41fc1eeefd6698d8a9fc9c53d7c5526", (*PRODUCTS, "forward", "generate"),
+        "a matrix product of exactly 5 rows: a root and 4 nodes, or a prompt of 5 tokens", nodes=4,
     ),
-)
+)  # fmt: skip
+
+PLANTS: dict[str, Plant] = {plant.name: plant for plant in _ALL}
