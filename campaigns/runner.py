@@ -54,6 +54,7 @@ class Options:
     campaign: str = ""
     budget: str = ""
     commit: str = ""
+    not_reproduced: tuple[str, ...] = ()  # findings whose stored case passed this time: met again, they are "changed"
 
 
 @dataclass
@@ -147,7 +148,7 @@ def check_engine(engine: str, run_id: str, options: Options, progress: Progress 
             shards.send(number, {
                 "do": "discover", "engine": engine, "store": options.store, "run_id": run_id, "writer": f"{safe(engine)}-{number}",
                 "trials": quota + (number < rest), "seconds": options.seconds, "seed": options.seed * 1_000_003 + number, "hazards": options.hazards,
-                "stop_at_first": options.stop_at_first,
+                "stop_at_first": options.stop_at_first, "not_reproduced": options.not_reproduced,
             })  # fmt: skip
         waiting: list[dict[str, Any]] = []
         progress_of: dict[int, Mapping[str, Any]] = {}

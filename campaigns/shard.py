@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from campaigns import coverage, fingerprint, minimise
+from campaigns import coverage, fingerprint, minimise, replay
 from campaigns.case import Case, CaseError, OpCase, case_id, kind_of, to_json
 from campaigns.discover import Diet, Discovery, Fresh, diet_of
 from campaigns.fingerprint import Fingerprint
@@ -28,6 +28,7 @@ from campaigns.strategies import in_frozen_mix
 from campaigns.trial import Bench, Outcome
 from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict
 from reports.store import Store
+from reports.store import fingerprint as store_fingerprint
 
 EVENT_EVERY_S = 0.5
 HISTORY = 48  # cases kept, to tell a failure that needs earlier cases from a flaky one
@@ -80,12 +81,22 @@ class Shard:
         self.store = Store.create_or_open(job["store"])
         self.writer = self.store.writer(job["run_id"], job["writer"])
         self.known: dict[Fingerprint, str] = {}
+        self.earlier = self._known_minima()
         self.late_hits: collections.Counter[Fingerprint] = collections.Counter()
         self.history: collections.deque[Case] = collections.deque(maxlen=HISTORY)
         self.hangs: collections.Counter[str] = collections.Counter()
         self.tallies = {rung: Tally() for rung in RUNGS}
         self.counts = {"trials": 0, "frozen": 0, "failing": 0}
         self.first_finding_s = -1.0
+
+    def _known_minima(self) -> dict[Fingerprint, dict[str, Any]]:
+        """Findings of earlier runs that still stand, with their smallest case: met again they are counted, not minimised again."""
+        skipped = set(self.job.get("not_reproduced", ()))
+        return {
+            Fingerprint(*store_fingerprint(row)): row
+            for row in self.store.findings()
+            if row["engine"] == self.name and row["minimal"] and row["status"] != "fixed" and row["finding_id"] not in skipped
+        }
 
     def close(self) -> None:
         self.flush_hits()
@@ -153,6 +164,15 @@ class Shard:
         if found[0] in self.known:
             self.late_hits[found[0]] += 1
             return False
+        if found[0] in self.earlier:
+            row = self.earlier[found[0]]
+            self.known[found[0]] = str(row["finding_id"])
+            self.late_hits[found[0]] += 1
+            self.say(
+                "finding", finding_id=row["finding_id"], status=row["status"], fingerprint=list(found[0]), message=row["message"], case=row["case"],
+                minimise=False, note="known", nodes=row["nodes"], minimal=True,
+            )  # fmt: skip
+            return False
         self.known[found[0]] = ""
         return True
 
@@ -182,7 +202,7 @@ class Shard:
 
     def believed(self, case: Case, wanted: Fingerprint) -> tuple[int, str]:
         """(failures in REPLAYS fresh workers, "" | "needs history" | "flaky")."""
-        reproduced = sum(replayed(self.supervisor, case, wanted, self.name) for _ in range(REPLAYS))
+        reproduced = sum(replay.fails_again(self.supervisor, case, wanted) for _ in range(REPLAYS))
         if reproduced == REPLAYS:
             return reproduced, ""
         if not reproduced:
@@ -217,13 +237,6 @@ class Shard:
                 again = {name: row[name] for name in ("engine", "verdict", "op", "rule", "output", "rung", "case")}
                 self.store.report_finding(again | {"run_id": self.job["run_id"], "hits": hits, "case_id": row["case_id"]})
         self.late_hits.clear()
-
-
-def replayed(supervisor: Supervisor, case: Case, wanted: Fingerprint, engine_name: str) -> bool:
-    """Whether `case` fails with `wanted` in a fresh worker."""
-    supervisor.restart()
-    found = fingerprint.first(engine_name, list(Bench(supervisor).outcome(case).judgements))
-    return found is not None and found[0] == wanted
 
 
 # ---- rows of the store ---------------------------------------------------------------------------------------------------------------
@@ -299,6 +312,9 @@ def main() -> int:
             if job["do"] == "discover":
                 shard = shard or Shard(job, events)
                 shard.discover()
+            elif job["do"] == "replay":
+                result = replay.replayed_findings(job)
+                print(json.dumps({"event": "replayed", **result}), file=events, flush=True)
             elif job["do"] == "minimise":
                 result = minimise.minimised(job)
                 print(json.dumps({"event": "minimised", **result}), file=events, flush=True)
