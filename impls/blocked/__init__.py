@@ -17,7 +17,8 @@ def engine(name: str | None = None) -> BlockedEngine:
     """The honest engine (None), or the one with the named plant or benign variant. Raises LookupError for an unknown name."""
     if name is None:
         return BlockedEngine()
-    from impls.planted import benign, mutants  # they import this package
+    import impls.planted.benign as benign  # they import this package
+    import impls.planted.mutants as mutants
 
     if name in mutants.OVERRIDES:
         return BlockedEngine(mutants.OVERRIDES[name], name=f"blocked:{name}")

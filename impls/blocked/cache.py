@@ -66,19 +66,27 @@ class PagedCache:
         self._drop(sequence, self._committed[sequence])
 
     def rows(self, sequence: int, layer: int) -> Float:
-        """The committed rows of a layer in logical order, [P,C]."""
+        """The committed rows of a layer in logical order, [P,C]. Raises EngineError for an unknown sequence."""
+        self._check_known(sequence)
         out: Float = self.store[layer, self.slots(sequence, self.committed(sequence))]
         return out
 
     def evict(self, sequence: int) -> None:
-        """Forget a sequence; its pages are free again."""
+        """Forget a sequence; its pages are free again. Raises EngineError for an unknown one."""
+        self._check_known(sequence)
         left = self.committed(sequence) - self._points.forgotten(self.committed(sequence))
         self._drop(sequence, left)
-        self._committed[sequence] = left
+        if left:
+            self._committed[sequence] = left
+        else:
+            del self._pages[sequence]
+            self._committed.pop(sequence, None)
 
     def fork(self, source: int, target: int) -> None:
-        """`target` becomes a sequence with the committed rows of `source`."""
-        self.evict(target)
+        """`target` starts with the committed rows of `source`. Raises EngineError if there is no source, or a target already."""
+        self._check_known(source)
+        if target in self._pages:
+            raise EngineError(f"sequence {target} exists: evict it before it becomes a fork of {source}")
         length = self.committed(source)
         self._pages[target] = list(self._points.shared_pages(self._pages.get(source, ()), length))
         self._extend(target, length)
@@ -89,6 +97,10 @@ class PagedCache:
     def free_slots(self) -> int:
         """Slots of pages that belong to no sequence."""
         return len(self._free) * PAGE
+
+    def _check_known(self, sequence: int) -> None:
+        if sequence not in self._pages:
+            raise EngineError(f"there is no sequence {sequence}; there are {sorted(self._pages)}")
 
     def _extend(self, sequence: int, rows: int) -> None:
         """Take free pages until the sequence has room for `rows`."""

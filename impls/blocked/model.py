@@ -40,7 +40,9 @@ class BlockedSession:
     # Rows
 
     def forward(self, rows: Rows, want_logits: NDArray[np.bool_], taps: frozenset[str], sink: TapSink) -> Float:
-        """Logits [wanted, V]. Raises EngineError for tokens or parents out of range."""
+        """Logits [wanted, V]. Raises EngineError, before anything changes, for tokens, positions or parents out of range."""
+        if len(rows) == 0:
+            return np.zeros((0, self._config.vocab), np.float32)
         self._check(rows)
         spans, positions = self._spans(rows)
         cos, sin = self._points.rope_tables(positions, self._frequencies, self._magnitude)
@@ -57,8 +59,6 @@ class BlockedSession:
         return self._logits(stream, want_logits, emit)
 
     def _check(self, rows: Rows) -> None:
-        if len(rows) == 0:
-            raise EngineError("a batch needs at least one row")
         if rows.token.min() < 0 or rows.token.max() >= self._config.vocab:
             raise EngineError(f"tokens must be between 0 and {self._config.vocab - 1}")
         if rows.position.min() < 0:
