@@ -38,6 +38,8 @@ Redo = Callable[[Index], Float]
 LIBM = 2.0**-46  # relative allowance for one float64 exp or log: 128 ulp, while real libraries stay within 4
 SLACK = 1 + 2.0**-20  # covers the roundings inside the bounds themselves, of relative size (K + 10) * 2**-53 for K < 2**30
 BLOCK = 256  # longer dots are summed in blocks: the bound grows with BLOCK + K / BLOCK instead of K
+CACHED = 1 << 14  # elements per block of the rounding test: its temporaries of 8 bytes fit the second-level cache
+ROWS_MIN = 64  # rows of a product that are not cut further: fewer cost BLAS its blocking
 REFINE_MIN = 1 << 16  # candidates * K from which a product of magnitudes costs less than exact sums
 GATHER_MAX = 1 << 20  # float64 elements gathered at once when dots are redone: 8 MiB
 
@@ -102,7 +104,7 @@ def prepare_joined(*matrices: Float) -> Prepared:
 
 def row_bounds(wide: Wide) -> Wide:
     """The column bounds of `wide` transposed: [S, K] -> [S]."""
-    return np.sqrt(np.vecdot(wide, wide)) * _dot_factor(wide.shape[-1])
+    return np.asarray(np.sqrt(np.vecdot(wide, wide)) * _dot_factor(wide.shape[-1]))
 
 
 @_quiet
@@ -112,6 +114,11 @@ def matmul(a: Float, b: Float | Prepared, scale: float | None = None, where: Mas
     Where `where` [..., M, N] is false the result is 0 and costs nothing. |error| <= factor * |a|_2 |b|_2 by
     Cauchy-Schwarz: two norms instead of a second product.
     """
+    if a.ndim == 2 and len(b.shape) == 2 and len(a) * b.shape[1] > 2 * CACHED and len(a) > ROWS_MIN:
+        whole = b if isinstance(b, Prepared) else prepare(b)
+        step = max(ROWS_MIN, CACHED // b.shape[1])
+        parts = [slice(start, start + step) for start in range(0, len(a), step)]
+        return np.concatenate([matmul(a[part], whole, scale, None if where is None else where[part]) for part in parts])
     wide = a.astype(np.float64)
     row_norm = np.sqrt(np.vecdot(wide, wide))
     depth = a.shape[-1]
@@ -129,13 +136,13 @@ def matmul(a: Float, b: Float | Prepared, scale: float | None = None, where: Mas
     if scale is not None:
         factor = float(np.float32(scale))
         y *= factor
-        wide = wide * factor  # exact: 24 + 24 bits
         row_norm *= abs(factor)
 
     def redo(at: Index) -> Float:
-        return _redo_dots(y, wide, value, at)
+        scaled = wide if scale is None else wide * float(np.float32(scale))  # exact: 24 + 24 bits
+        return _redo_dots(y, scaled, value, at)
 
-    return _settle(y, row_norm[..., None] * column_bound[..., None, :], redo, where)
+    return _settle(y, row_norm[..., None], column_bound[..., None, :], redo, where)
 
 
 @_quiet
@@ -158,7 +165,7 @@ def grouped_matmul(a: Float, experts: Prepared, ids: NDArray[np.int32]) -> Float
     def redo(at: Index) -> Float:
         return _rounded_in_chunks(at, wide.shape[-1], lambda part: wide[part[0]] * experts.value[ids[part[0]], :, part[1]])
 
-    return _settle(y, row_norm[:, None] * experts.column_bound[ids], redo)
+    return _settle(y, row_norm[:, None], experts.column_bound[ids], redo)
 
 
 def _dot_factor(depth: int) -> float:
@@ -204,7 +211,7 @@ def _redo_dots(y: Wide, a: Wide, b: Float, at: Index) -> Float:
     columns = np.swapaxes(np.broadcast_to(b, (*y.shape[:-2], *b.shape[-2:])), -1, -2)
     if len(at[0]) * a.shape[-1] > REFINE_MIN:
         bound = (np.abs(a) @ np.abs(b).astype(np.float64))[at] * (a.shape[-1] + 6) * UNIT64 * SLACK
-        return _settle(y[at], bound, lambda part: _exact_dots(rows, columns, tuple(axis[part[0]] for axis in at)))
+        return _settle(y[at], bound, 1.0, lambda part: _exact_dots(rows, columns, tuple(axis[part[0]] for axis in at)))
     return _exact_dots(rows, columns, at)
 
 
@@ -245,7 +252,7 @@ def sigmoid(x: Float) -> Float:
     def redo(at: Index) -> Float:
         return np.array([nearest32_decimal(partial(_logistic, as_fraction(value), Fraction(1))) for value in x[at]], np.float32)
 
-    return _settle(y, y * (2 * LIBM), redo)
+    return _settle(y, y, 2 * LIBM, redo)
 
 
 @_quiet
@@ -259,7 +266,7 @@ def swiglu(gate: Float, up: Float) -> Float:
         pairs = [(as_fraction(g), as_fraction(u)) for g, u in zip(gate[at], up[at], strict=True)]
         return np.array([nearest32_decimal(partial(_logistic, g, g * u)) for g, u in pairs], np.float32)
 
-    return _settle(y, y * (2 * LIBM), redo)
+    return _settle(y, y, 2 * LIBM, redo)
 
 
 def _logistic(x: Fraction, factor: Fraction, digits: int) -> tuple[Decimal, Decimal]:
@@ -290,7 +297,7 @@ def rope(x: Float, cos: Float, sin: Float, half_layout: bool) -> Float:
         terms[(*second, 0)], terms[(*second, 1)] = b * c, a * s
         return round_sums(terms[at])
 
-    return _settle(y, y * (4 * UNIT64), redo)
+    return _settle(y, y, 4 * UNIT64, redo)
 
 
 # ---- rows -------------------------------------------------------------------------------------------------------
@@ -304,7 +311,7 @@ def rms_norm(x: Float, gain: Float, eps: float) -> Float:
     root = np.sqrt(np.vecdot(wide, wide) / n + epsilon)[..., None]
     y = wide * gain.astype(np.float64) / root
     # root - root is 0, or NaN for a row with an infinity, whose finite elements would otherwise come out as 0
-    error = y * ((root - root) + (n / 2 + 8) * UNIT64 * SLACK)
+    relative = (root - root) + (n / 2 + 8) * UNIT64 * SLACK
 
     def redo(at: Index) -> Float:
         out = np.empty(len(at[0]), np.float32)
@@ -315,7 +322,7 @@ def rms_norm(x: Float, gain: Float, eps: float) -> Float:
             out[i] = nearest32_root(product * product / mean_square, 1 if product > 0 else -1)
         return out
 
-    return _settle(y, error, redo)
+    return _settle(y, y, relative, redo)
 
 
 @_quiet
@@ -344,7 +351,7 @@ def softmax(scores: Float, visible: Mask) -> Float:
             out[i] = nearest32_decimal(partial(_inverse_power_sum, gaps))
         return out
 
-    return _settle(y, y * (2 * LIBM + (y.shape[-1] + 136 + 8) * UNIT64), redo, visible)
+    return _settle(y, y, 2 * LIBM + (y.shape[-1] + 136 + 8) * UNIT64, redo, visible)
 
 
 def _power_sum(exponents: list[Fraction], digits: int) -> tuple[Decimal, Decimal]:
@@ -385,7 +392,7 @@ def log_sum_exp(logits: Float) -> Float:
             out[i] = nearest32_decimal(partial(_shifted_log_power_sum, gaps, own))
         return out
 
-    settled = _settle(y, np.where(empty, 0.0, error), redo)
+    settled = _settle(y, np.where(empty, 0.0, error), 1.0, redo)
     return np.where(empty, np.float32(-np.inf), settled).reshape(logits.shape[:-1])
 
 
@@ -424,7 +431,7 @@ def top_k_weights(scores: Float, scale: float, renormalise: bool, denominator_ep
             out[i] = nearest32(as_fraction(scores[index]) * as_fraction(factor) / denominator) if denominator else np.nan
         return out
 
-    return _settle(y, error, redo)
+    return _settle(y, error, 1.0, redo)
 
 
 @_quiet
@@ -441,28 +448,52 @@ def combine(weights: Float, experts: Float, shared: Float | None) -> Float:
         chosen = terms[at[0], :, at[1]]
         return round_sums(chosen if shared is None else np.concatenate([chosen, shared[at].astype(np.float64)[:, None]], axis=1))
 
-    return _settle(y, error, redo)
+    return _settle(y, error, 1.0, redo)
 
 
 # ---- rounding ---------------------------------------------------------------------------------------------------
-def _settle(y: Wide, error: Wide, redo: Redo, where: Mask | None = None) -> Float:
-    """float32 of y where y - error and y + error agree; redo(indices) decides the rest. NaN bounds mean a NaN result,
-    and where `where` is false the result is 0.
+def _settle(y: Wide, magnitude: Wide, factor: Wide | float, redo: Redo, where: Mask | None = None) -> Float:
+    """float32 of y where y -+ magnitude * factor round alike; redo(indices) decides the rest.
 
-    The sign of `error` does not matter. Rounding is monotonic, so equal ends enclose the exact value's rounding.
+    Both broadcast against y, and their sign does not matter. A NaN or an infinity in y or in the product means a NaN result,
+    and where `where` is false the result is 0. Large arrays go block by block, so that temporaries stay in the cache.
     """
+    if y.size <= CACHED:
+        return _settle_block(y, magnitude * factor, redo, where)
+    out = np.empty(y.shape, np.float32)
+    step = max(1, CACHED * len(y) // y.size)
+    for start in range(0, len(y), step):
+        rows = slice(start, start + step)
+
+        def redo_rows(at: Index, start: int = start) -> Float:
+            return redo((at[0] + start, *at[1:]))
+
+        error = _rows_of(magnitude, y, rows) * _rows_of(factor, y, rows)
+        out[rows] = _settle_block(y[rows], error, redo_rows, None if where is None else _rows_of(where, y, rows))
+    return out
+
+
+def _settle_block(y: Wide, error: Wide, redo: Redo, where: Mask | None) -> Float:
+    """Rounding is monotonic, so equal ends enclose the rounding of the exact value."""
     low = (y - error).astype(np.float32)
     high = (y + error).astype(np.float32)
     differs = low != high  # true for NaN
+    if where is not None:
+        differs &= where
     if differs.any():
-        if where is not None:
-            differs &= where
-        undefined = differs & (np.isnan(low) | np.isnan(high) | ~np.isfinite(y))
-        high[undefined] = np.nan
-        at = np.nonzero(differs & ~undefined)
+        at = np.nonzero(differs)
+        defined = np.isfinite(y[at]) & ~np.isnan(low[at]) & ~np.isnan(high[at])
+        if not defined.all():
+            high[tuple(axis[~defined] for axis in at)] = np.nan
+            at = tuple(axis[defined] for axis in at)
         if len(at[0]):
             high[at] = redo(at)
     if where is not None:
         np.copyto(high, np.float32(0), where=~where)
     high += np.float32(0)  # -0 becomes +0: the real number zero has one representation
     return high
+
+
+def _rows_of(value: Any, y: Wide, rows: slice) -> Any:
+    """The rows of what broadcasts against y; whole where it has no such axis."""
+    return value[rows] if np.ndim(value) == y.ndim and len(value) == len(y) else value

@@ -21,6 +21,7 @@ Wide = NDArray[np.float64]
 
 UNIT64 = 2.0**-53  # unit roundoff of float64
 SMALLEST_EXPONENT = -149  # the spacing of subnormal float32 numbers is 2**-149
+FEW = 4096  # terms up to which math.fsum is faster than the vectorised tree
 DIGITS_MAX = 20000  # no value met so far needed 80; far more means that the value is a tie, which the callers rule out
 
 
@@ -98,6 +99,8 @@ def round_sums(terms: Wide) -> Float:
     ambiguous go to math.fsum, which is exact.
     """
     count, width = terms.shape
+    if terms.size <= FEW:
+        return _round_sums_one_by_one(terms)
     rest, magnitude = np.zeros(count), np.zeros(count)
     level = terms
     while level.shape[1] > 1:
@@ -112,12 +115,17 @@ def round_sums(terms: Wide) -> Float:
     # 1.001 covers the rounding of `magnitude`; the last term covers the roundings of rest -+ radius
     radius = (width + 8) * UNIT64 * magnitude * 1.001 + 2 * UNIT64 * np.abs(rest)
     low, high = round_pairs(total, rest - radius), round_pairs(total, rest + radius)
-    for row in np.flatnonzero(low != high):
-        values = terms[row].tolist()
-        head = math.fsum(values)
-        tail = math.fsum([*values, -head])  # correctly rounded, hence of the right sign, which is all that matters below
-        high[row] = round_pairs(np.array([head]), np.array([tail]))[0]
+    if (doubtful := low != high).any():
+        high[doubtful] = _round_sums_one_by_one(terms[doubtful])
     return high + np.float32(0)
+
+
+def _round_sums_one_by_one(terms: Wide) -> Float:
+    """(head, tail) by math.fsum: the tail is correctly rounded, hence of the right sign, which is all that round_pairs needs."""
+    rows = terms.tolist()
+    heads = [math.fsum(row) for row in rows]
+    tails = [math.fsum([*row, -head]) for row, head in zip(rows, heads, strict=True)]
+    return round_pairs(np.array(heads), np.array(tails)) + np.float32(0)
 
 
 def round_pairs(head: Wide, tail: Wide) -> Float:

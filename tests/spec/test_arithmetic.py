@@ -41,12 +41,14 @@ def _precision() -> Iterator[None]:
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "as it is":
         return
-    settle = arithmetic._settle
+    settle = arithmetic._settle_block
 
-    def doubtful(y, error, redo, where=None):  # type: ignore[no-untyped-def]
+    def doubtful(y, error, redo, where):  # type: ignore[no-untyped-def]
         return settle(y, np.where(np.isfinite(error) & (error != 0), np.inf, error), redo, where)
 
-    monkeypatch.setattr(arithmetic, "_settle", doubtful)
+    monkeypatch.setattr(arithmetic, "_settle_block", doubtful)
+    monkeypatch.setattr(arithmetic, "CACHED", 12)  # several blocks even for small arrays
+    monkeypatch.setattr(exact, "FEW", 0)
 
 
 # ---- the second form --------------------------------------------------------------------------------------------
