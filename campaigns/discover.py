@@ -22,8 +22,8 @@ from campaigns.hazards import HAZARDS
 from campaigns.trial import Outcome
 from spec.engine import Description
 
-BATCH = {"op": 16, "tree": 16, "session": 1}  # 16 share one trip; a session is a batch of its own
-BYTES = {"op": 6_000, "tree": 6_000, "session": 4_000}  # of entropy per batch, more than any draws
+BATCH = {"op": 16, "tree": 16, "session": 8}  # at most; operations share one trip, sessions one open model
+BYTES = 8_000  # of entropy per batch, more than any draws (Hypothesis reads 8 KiB at most)
 SESSION_HAZARDS = ("views", "freed", "repeat")  # what the worker does to the arrays of a script
 SMALL_SHARE = 0.1  # of the trials of a campaign that is known to be at least this long: easy bugs are met small
 SMALL_MAX = 600
@@ -107,6 +107,7 @@ class Discovery:
     is_new: Callable[[Outcome], bool]
     trials_expected: int = 10_000
     trials: int = 0
+    overruns: int = 0  # draws that ran out of bytes and gave no case
     done: dict[str, int] = field(default_factory=dict)  # trials by kind
     _rng: random.Random = field(init=False)
     _tests: dict[tuple[Diet, str, str], tuple[Callable[[bytes], Any], _Capture]] = field(default_factory=dict)
@@ -124,12 +125,14 @@ class Discovery:
         small = self.trials < min(SMALL_MAX, SMALL_SHARE * self.trials_expected)
         size = "small" if small else "full"
         test, capture = self._test(kind, size)
+        before = self.trials
         self._fresh.clear()
         capture.last = b""
         try:
-            test(self._rng.randbytes(BYTES[kind]))
+            test(self._rng.randbytes(BYTES))
         except _NewFinding:
             pass
+        self.overruns += self.trials == before
         return [Fresh(outcome, size, capture.last) for outcome in self._fresh]
 
     def _test(self, kind: str, size: str) -> tuple[Callable[[bytes], Any], _Capture]:
@@ -165,8 +168,6 @@ def batch_strategy(diet: Diet, kind: str, size: str) -> st.SearchStrategy[Any]:
         one: st.SearchStrategy[Any] = strategies.op_cases(size, diet.ops, diet.op_hazards)
     elif kind == "tree":
         one = strategies.tree_cases(size, diet.op_hazards)
-    elif size == "full":
-        one = strategies.frozen_sessions(loops=diet.loops, hazards=diet.session_hazards)
     else:
-        one = strategies.session_cases(size, loops=diet.loops, hazards=diet.session_hazards)
+        return strategies.session_batches(size, BATCH[kind], loops=diet.loops, hazards=diet.session_hazards)
     return st.lists(one, min_size=1, max_size=BATCH[kind])

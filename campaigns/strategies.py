@@ -228,37 +228,57 @@ def _generate(draw: Draw, size: str) -> GenerateCase:
     )
 
 
+Model = tuple[str, Bundle, int, str]
+"""(preset, overrides, weights seed, regime of the weights): what an engine opens once and then keeps open."""
+
+
+@st.composite
+def models(draw: Draw, size: str) -> Model:
+    small = size == "small"
+    name = draw(st.sampled_from(("tiny",) if small else ("tiny", "tiny", "tiny", "tiny-softmax", "small")))
+    overrides = () if small and draw(st.booleans()) else draw(_overrides(name))
+    regime = draw(st.sampled_from(("ordinary",) * 6 + tuple(WEIGHT_REGIMES)))
+    return name, overrides, draw(st.integers(0, WEIGHT_SEEDS - 1)), regime
+
+
+@st.composite
+def sessions_of(draw: Draw, model: Model, size: str, loops: bool, hazards: tuple[str, ...]) -> SessionCase:
+    small = size == "small"
+    count = draw(st.sampled_from((1, 2) if small else (1, 2, 2, 3)))
+    length = st.sampled_from((1, 2, 3, 4) if small else (1, 2, 3, 5, 7, 8, 9, 13, 17))
+    name, overrides, seed, regime = model
+    return SessionCase(
+        preset=name,
+        overrides=overrides,
+        weights_seed=seed,
+        regime=regime,
+        prompts=tuple((draw(length), draw(st.integers(0, 1000))) for _ in range(count)),
+        rounds=tuple(tuple(draw(_tree(4 if small else 9)) for _ in range(count)) for _ in range(draw(st.integers(1, 2 if small else 3)))),
+        chunk=draw(st.sampled_from((0, 1, 2) if small else (0, 0, 0, 3, 4, 7))),
+        mixed=draw(st.sampled_from((True, True, True, False))),
+        generate=draw(_generate(size)) if loops and draw(st.integers(0, 3)) == 0 else None,
+        hazards=draw(_hazards(hazards)),
+    )
+
+
 def session_cases(size: str = "full", *, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS) -> st.SearchStrategy[SessionCase]:
     """`loops`: some sessions end with the engine's own loop."""
-
-    @st.composite
-    def build(draw: Draw) -> SessionCase:
-        small = size == "small"
-        name = draw(st.sampled_from(("tiny",) if small else ("tiny", "tiny", "tiny", "tiny-softmax", "small")))
-        overrides = () if small and draw(st.booleans()) else draw(_overrides(name))
-        count = draw(st.sampled_from((1, 2) if small else (1, 2, 2, 3)))
-        length = st.sampled_from((1, 2, 3, 4) if small else (1, 2, 3, 5, 7, 8, 9, 13, 17))
-        return SessionCase(
-            preset=name,
-            overrides=overrides,
-            weights_seed=draw(st.integers(0, WEIGHT_SEEDS - 1)),
-            regime=draw(st.sampled_from(("ordinary",) * 6 + tuple(WEIGHT_REGIMES))),
-            prompts=tuple((draw(length), draw(st.integers(0, 1000))) for _ in range(count)),
-            rounds=tuple(
-                tuple(draw(_tree(4 if small else 9)) for _ in range(count)) for _ in range(draw(st.integers(1, 2 if small else 3)))
-            ),
-            chunk=draw(st.sampled_from((0, 0, 1, 3, 4))),
-            mixed=draw(st.sampled_from((True, True, False))),
-            generate=draw(_generate(size)) if loops and draw(st.integers(0, 3)) == 3 else None,
-            hazards=draw(_hazards(hazards)),
-        )
-
-    return build()
+    return models(size).flatmap(lambda model: sessions_of(model, size, loops, hazards))
 
 
 def frozen_sessions(*, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS) -> st.SearchStrategy[SessionCase]:
     """Sessions of the frozen mix: full size, lengthened until they qualify."""
     return session_cases("full", loops=loops, hazards=hazards).map(lengthened)
+
+
+def session_batches(size: str, most: int, *, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS) -> st.SearchStrategy[list[SessionCase]]:
+    """Sessions that share one model, so that weights are made and the engine is opened once for all of them. Full ones are in the frozen mix."""
+
+    def of_model(model: Model) -> st.SearchStrategy[list[SessionCase]]:
+        one = sessions_of(model, size, loops, hazards)
+        return st.lists(one.map(lengthened) if size == "full" else one, min_size=1, max_size=most)
+
+    return models(size).flatmap(of_model)
 
 
 @st.composite
