@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,11 +37,12 @@ POISON_FLOAT_BITS = 0x7FC0DEAD  # a quiet NaN whose payload tells "never written
 POISON_BYTE = 0xA5  # neither 0 nor 1, so no boolean
 GUARD_WORDS = 16  # one cache line: catches the off-by-one and costs nothing
 WIDE_GUARD_WORDS = 4096  # 16 KiB: a stray tile of 64 x 64 words
-ALIGNMENT = 64  # bytes, what engines may expect of an allocation
+ALIGNMENT = 64  # bytes; zones and margins are whole cache lines, so that what lies between keeps the allocator's alignment
 MARGIN = 256  # bytes of poison on either side of an input: four vector loads past the end still see it
 GAP = 3  # elements between rows of a padded view: odd, so that rows fall off every alignment
 
-_GUARD_BYTES = np.frombuffer(np.int32(GUARD_INT).tobytes() * (WIDE_GUARD_WORDS + ALIGNMENT), np.uint8)  # the longest zone
+_GUARD = np.int32(GUARD_INT).tobytes() * (WIDE_GUARD_WORDS + 2)  # the longest zone, which "views" moves by an element
+_GUARD_BYTES = np.frombuffer(_GUARD, np.uint8)
 
 
 def poison(array: Array) -> None:
@@ -68,62 +68,57 @@ def unwritten(array: Array) -> NDArray[np.bool_]:
     return same
 
 
-@dataclass(frozen=True, eq=False)
-class Guarded:
-    """A poisoned output: `array` is `size` bytes of `buffer` from `start` on, with guard words on both sides."""
+class Guarded(NamedTuple):
+    """A poisoned output. `array` was made from the bytes of `buffer` between `start` and `stop`; guard words fill the rest."""
 
     array: Array
     buffer: NDArray[np.uint8]
     start: int
-    size: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
     def violation(self) -> str | None:
         """Where the guard words changed, in bytes from the output's end or start; None if they did not."""
-        stop = self.start + self.size
-        tail = self.buffer[stop:]
-        if not np.array_equal(tail, _GUARD_BYTES[: len(tail)]):
+        tail = self.buffer[self.stop :]
+        if tail.tobytes() != _GUARD[: len(tail)]:
             at = int(np.flatnonzero(tail != _GUARD_BYTES[: len(tail)])[0])
             return f"byte {at} past its end"
         head = self.buffer[: self.start]
-        if not np.array_equal(head, _GUARD_BYTES[: len(head)]):
+        if head.tobytes() != _GUARD[: len(head)]:
             at = int(np.flatnonzero(head != _GUARD_BYTES[: len(head)])[-1])
             return f"byte {self.start - at} before its start"
         return None
 
-    def read(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """A copy of what was written, read from the buffer: an engine can change the shape of an array object in place."""
-        return self.buffer[self.start : self.start + self.size].view(np.dtype(dtype)).reshape(shape).copy()
+    def read(self) -> Array:
+        """A copy of what was written, from the buffer: an engine can change the shape of an array object in place."""
+        return self.buffer[self.start : self.stop].view(self.dtype).reshape(self.shape).copy()
 
 
 def guarded_output(shape: tuple[int, ...], dtype: str, hazards: frozenset[str] = frozenset()) -> Guarded:
-    """A poisoned array of `shape`, aligned to 64 bytes (under "views" to its element only)."""
+    """A poisoned array of `shape`; under "views" aligned to its element only."""
     kind = np.dtype(dtype)
-    size = kind.itemsize * math.prod(shape)
-    guard = 4 * (WIDE_GUARD_WORDS if "guard" in hazards else GUARD_WORDS)
-    buffer = np.empty(guard + 2 * ALIGNMENT + size + guard, np.uint8)
-    start = _misaligned(buffer, guard, kind.itemsize) if "views" in hazards else _aligned(buffer, guard)
-    stop = start + size
+    start = 4 * (WIDE_GUARD_WORDS if "guard" in hazards else GUARD_WORDS)
+    stop = start + kind.itemsize * math.prod(shape)
+    buffer = np.empty(stop + start, np.uint8)
+    if "views" in hazards:
+        buffer = np.empty(stop + start + kind.itemsize, np.uint8)
+        start, stop = start + kind.itemsize, stop + kind.itemsize
     buffer[:start] = _GUARD_BYTES[:start]
     buffer[stop:] = _GUARD_BYTES[: len(buffer) - stop]
     array = buffer[start:stop].view(kind).reshape(shape)
     poison(array)
-    return Guarded(array, buffer, start, size)
+    return Guarded(array, buffer, start, stop, shape, kind)
 
 
 def placed(source: Array, hazards: frozenset[str], index: int = 0, *, contiguous_only: bool = False) -> Array:
     """A private copy of the input `source`, read-only, laid out as the hazards say. `index` (its place among the inputs) picks the view."""
     if "views" in hazards and not contiguous_only:
         copy = _view(source, index)
+    elif "views" in hazards or "poison" in hazards:
+        copy = _embedded(source, source.itemsize if "views" in hazards else 0)
     else:
-        margin = MARGIN if "poison" in hazards else 0
-        size, itemsize = source.nbytes, source.dtype.itemsize
-        buffer = np.empty(margin + 2 * ALIGNMENT + size + margin, np.uint8)
-        start = _misaligned(buffer, margin, itemsize) if "views" in hazards else _aligned(buffer, margin)
-        if margin:
-            whole = buffer[start % itemsize :]
-            poison(whole[: len(whole) // itemsize * itemsize].view(source.dtype))
-        copy = buffer[start : start + size].view(source.dtype).reshape(source.shape)
-        copy[...] = source
+        copy = np.array(source, order="C")
     copy.flags.writeable = False
     return copy
 
@@ -153,12 +148,11 @@ def _view(source: Array, index: int) -> Array:
     return copy
 
 
-def _aligned(buffer: NDArray[np.uint8], least: int) -> int:
-    """The smallest index >= `least` at an address that is a multiple of 64."""
-    address: int = buffer.__array_interface__["data"][0]
-    return least + -(address + least) % ALIGNMENT
-
-
-def _misaligned(buffer: NDArray[np.uint8], least: int, itemsize: int) -> int:
-    """An index >= `least` whose address is a multiple of the item and of nothing larger."""
-    return _aligned(buffer, least) + itemsize
+def _embedded(source: Array, shift: int) -> Array:
+    """A contiguous copy between margins of poison, `shift` bytes off the alignment that an allocation has."""
+    start = MARGIN + shift
+    buffer = np.empty(start + source.nbytes + MARGIN - shift, np.uint8)
+    poison(buffer[: len(buffer) // source.itemsize * source.itemsize].view(source.dtype))
+    copy = buffer[start : start + source.nbytes].view(source.dtype).reshape(source.shape)
+    copy[...] = source
+    return copy

@@ -10,6 +10,7 @@ import statistics
 from collections import deque
 
 WINDOW = 64  # steps remembered: enough for a median, few enough to follow a change of the case sizes
+REFRESH = 16  # steps between two medians: a median costs as much as a small case
 FACTOR = 20.0  # times the median: a step of an ordinary mix is at most a few times the median
 
 
@@ -23,16 +24,20 @@ class Deadline:
         self.first_s = first_s
         self.factor = factor
         self._recent_s: deque[float] = deque(maxlen=WINDOW)
+        self._limit_s = first_s
+        self._fresh = 0  # steps since the median was taken
 
     def limit_s(self, *, first: bool = False) -> float:
         """The seconds that the next step may take."""
-        if first or not self._recent_s:
-            return self.first_s
-        return max(self.floor_s, self.factor * statistics.median(self._recent_s))
+        return self.first_s if first else self._limit_s
 
     def observe(self, seconds: float) -> None:
         """A step took `seconds` and ended."""
         self._recent_s.append(seconds)
+        self._fresh += 1
+        if self._fresh >= min(REFRESH, len(self._recent_s)):
+            self._limit_s = max(self.floor_s, self.factor * statistics.median(self._recent_s))
+            self._fresh = 0
 
 
 def fixed(seconds: float) -> Deadline:

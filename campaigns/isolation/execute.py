@@ -6,7 +6,6 @@ the wrong kind or a write outside an output is "malformed", two equal calls with
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -37,8 +36,8 @@ class Progress:
     def started(self, step: int) -> None:
         """`step` counts calls, steps of a script or links of a tree chain from 0; OPENING before them."""
 
-    def finished(self, answer: Answer, seconds: float) -> None:
-        """`answer` is complete and took `seconds`."""
+    def finished(self, answer: Answer) -> None:
+        """`answer` to the step that started last is complete."""
 
 
 QUIET = Progress()
@@ -65,7 +64,7 @@ def run_calls(engine: Engine, calls: Sequence[OpCall], progress: Progress = QUIE
     """One answer per call, in order; a failed call does not stop the next."""
     answers = []
     for step, call in enumerate(calls):
-        answers.append(_timed(progress, step, lambda call=call: run_call(engine, call)))  # type: ignore[misc]
+        answers.append(_reported(progress, step, lambda call=call: run_call(engine, call)))  # type: ignore[misc]
     return answers
 
 
@@ -74,7 +73,7 @@ def run_tree(engine: Engine, job: TreeJob, progress: Progress = QUIET) -> list[t
     chain = TreeChain(job)
     made: list[tuple[OpCall, Answer]] = []
     while (call := chain.next_call()) is not None:
-        answer = _timed(progress, len(made), partial(run_call, engine, call))
+        answer = _reported(progress, len(made), partial(run_call, engine, call))
         chain.take(answer)
         made.append((call, answer))
     return made
@@ -112,11 +111,7 @@ def _run_once(engine: Engine, call: OpCall) -> Answer:
     if "freed" in call.hazards:
         for array in inputs.values():
             hazards.spoil(array)
-    # from the buffer, not from the array object, whose shape the engine could change in place
-    filled: dict[str, NDArray[Any]] = {}
-    for name, (shape, dtype) in call.outputs.items():
-        filled[name] = outputs[name].read(shape, dtype)
-    return Answer(outputs=filled)
+    return Answer(outputs={name: output.read() for name, output in outputs.items()})
 
 
 # Scripts
@@ -154,7 +149,7 @@ class Sessions:
         run = _Run(session, script, self._description)
         answers: list[Answer] = []
         for step in range(len(script.steps)):
-            answer = _timed(progress, step, partial(run.step, step))
+            answer = _reported(progress, step, partial(run.step, step))
             answers.append(answer)
             if run.ended:
                 break
@@ -320,11 +315,10 @@ def label(script: Script, step: int) -> str:
 # Helpers
 
 
-def _timed(progress: Progress, step: int, make: Callable[[], Answer]) -> Answer:
+def _reported(progress: Progress, step: int, make: Callable[[], Answer]) -> Answer:
     progress.started(step)
-    began = time.perf_counter()
     answer = make()
-    progress.finished(answer, time.perf_counter() - began)
+    progress.finished(answer)
     return answer
 
 

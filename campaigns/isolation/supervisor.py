@@ -111,7 +111,7 @@ class Supervisor:
         count_max = len(calls)
         while len(answers) < len(calls):
             batch = _batch(calls[len(answers) : len(answers) + count_max])
-            outcome = self._run(transport.CALLS, list(batch), len(batch), lambda step, batch=batch: _name(batch, step))  # type: ignore[misc]
+            outcome = self._run(transport.CALLS, batch, len(batch), lambda step, batch=batch: _name(batch, step))  # type: ignore[misc]
             found, fit = _answers_to(batch, outcome.records)
             whole = fit and not outcome.damaged
             if whole and outcome.death is None and len(found) == len(batch):
@@ -212,7 +212,7 @@ class Supervisor:
         ours = marks.job == worker.jobs
         try:
             records = transport.read_records(worker.records, marks.used) if ours else []
-            damaged = end == "done" and not ours
+            damaged = not ours and (end == "done" or marks.job != worker.jobs - 1)  # the job before: it died before it began this one
         except TransportError:
             records, damaged = [], True
         if end != "done":
@@ -271,15 +271,18 @@ class _Worker:
             theirs.close()
             os.close(printed_end)
         self.pid, self._pidfd = child.pid, child.pidfd
-        self._poller = select.poll()
-        for descriptor in (self.channel.fileno(), self._pidfd, self._printed):
+        self._channel_descriptor = self.channel.fileno()
+        self._poller, self._end_poller = select.poll(), select.poll()
+        self._end_poller.register(self._pidfd, select.POLLIN)
+        for descriptor in (self._channel_descriptor, self._pidfd, self._printed):
             self._poller.register(descriptor, select.POLLIN)
 
     def send(self, kind: int, payload: object) -> None:
         """Hand over a job. A worker that is gone is noticed by `wait`."""
         self.jobs += 1
         self.output = b""
-        size = transport.write_request(self.requests, payload)
+        write: Any = transport.write_calls if kind == transport.CALLS else transport.write_request
+        size = write(self.requests, payload)
         self._sent_ns = time.monotonic_ns()
         with contextlib.suppress(OSError):
             self.channel.send(transport.REQUEST.pack(kind, self.jobs, size))
@@ -287,31 +290,32 @@ class _Worker:
     def wait(self, steps: int, limit_s: float) -> str:
         """ "done", "hung" (a step took longer than `limit_s`), "died" or "closed" (the channel)."""
         limit_ns = int(limit_s * 1e9)
-        last_ns = self._sent_ns + limit_ns * (steps + 1)  # holds even where the worker damages its marks
-        while True:
-            marks, now_ns = self.marks(), time.monotonic_ns()
-            began_ns = marks.began_ns if marks.job == self.jobs and self._sent_ns <= marks.began_ns <= now_ns else self._sent_ns
-            left_ns = min(began_ns + limit_ns, last_ns) - now_ns
-            if left_ns <= 0:
-                return "hung"
-            ready = {descriptor for descriptor, _ in self._poller.poll(math.ceil(left_ns / 1e6))}
+        left_ns = limit_ns
+        while left_ns > 0:
+            ready = dict(self._poller.poll(math.ceil(left_ns / 1e6)))
             if self._printed in ready:
                 self._drain()
-            if self.channel.fileno() in ready:
+            if self._channel_descriptor in ready:
                 end = self._hear()
                 if end:
                     return end
             elif self._pidfd in ready:
                 return "died"
+            left_ns = self._left_ns(limit_ns, steps)
+        return "hung"
+
+    def _left_ns(self, limit_ns: int, steps: int) -> int:
+        """Until the step in progress counts as hung; marks that cannot be right do not prolong that for ever."""
+        marks, now_ns = self.marks(), time.monotonic_ns()
+        began_ns = marks.began_ns if marks.job == self.jobs and self._sent_ns <= marks.began_ns <= now_ns else self._sent_ns
+        return min(began_ns + limit_ns, self._sent_ns + limit_ns * (steps + 1)) - now_ns
 
     def marks(self) -> transport.Marks:
         return transport.read_marks(self.records)
 
     def ended(self) -> bool:
         """The process is gone."""
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(self._end_poller.poll(0))
 
     def ask_for_stack(self) -> None:
         """Let a hung worker print where it is."""
@@ -343,11 +347,8 @@ class _Worker:
                 return "done"
             if job < self.jobs:
                 return ""
-        if not data:
-            poller = select.poll()
-            poller.register(self._pidfd, select.POLLIN)
-            if poller.poll(CLOSE_WAIT_S * 1e3):
-                return "died"
+        if not data and self._end_poller.poll(CLOSE_WAIT_S * 1e3):
+            return "died"
         return "closed"
 
     def _drain(self) -> bool:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import marshal
 import math
 import mmap
 import os
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec.engine import Description, Generation, Profile, Round
-from spec.script import Answer, Failure
+from spec.script import Answer, Failure, OpCall
 
 ALIGNMENT = 64  # bytes: a cache line, and what SIMD loads want
 FIRST_SIZE = 1 << 20  # bytes of a new arena; most cases fit, so that most workers never grow it
@@ -40,6 +41,7 @@ DONE = struct.Struct("<Q")  # job
 HEADER = struct.Struct("<QqQQ")  # job, step, time at which the step began (monotonic ns), bytes of finished records
 RECORDS_AT = 4096
 _RECORD = struct.Struct("<QQ")  # bytes of the record, bytes of its JSON
+_ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _REQUEST_HEAD = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
 
 
@@ -128,6 +130,45 @@ def read_request(arena: Arena, size: int) -> Any:
     return pickle.loads(memory[body_at : body_at + body_size], buffers=buffers)
 
 
+def write_calls(arena: Arena, calls: Sequence[OpCall]) -> int:
+    """The same for calls, without pickle's cost per array: the many small cases of a campaign are sent this way."""
+    table: list[Any] = []
+    placed: list[NDArray[Any]] = []
+    place = 0
+    for call in calls:
+        inputs = []
+        for name, array in call.inputs.items():
+            inputs.append((name, array.dtype.str, array.shape, place))
+            placed.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+            place += _padded(array.nbytes)
+        params = {name: value if type(value) in (int, float) else value.item() for name, value in call.params.items()}  # type: ignore[union-attr]
+        table.append((call.op, inputs, params, dict(call.outputs), tuple(call.hazards)))
+    body = marshal.dumps(table)
+    first = _padded(_REQUEST_HEAD.size + len(body))
+    arena.reach(first + place)
+    memory = arena.memory
+    _REQUEST_HEAD.pack_into(memory, 0, len(body), len(placed))
+    memory[_REQUEST_HEAD.size : _REQUEST_HEAD.size + len(body)] = body
+    at = first
+    for array in placed:
+        memory[at : at + array.nbytes] = array  # type: ignore[call-overload]
+        at += _padded(array.nbytes)
+    return first + place
+
+
+def read_calls(arena: Arena, size: int) -> list[OpCall]:
+    """The calls that `write_calls` put there. Their arrays are views of the arena: the engine gets copies of them."""
+    arena.reach(size)
+    memory = arena.memory
+    body_size, _ = _REQUEST_HEAD.unpack_from(memory, 0)
+    first = _padded(_REQUEST_HEAD.size + body_size)
+    calls = []
+    for op, inputs, params, outputs, hazards in marshal.loads(memory[_REQUEST_HEAD.size : _REQUEST_HEAD.size + body_size]):
+        arrays = {name: np.ndarray(shape, dtype, memory, first + place) for name, dtype, shape, place in inputs}
+        calls.append(OpCall(op, arrays, params, outputs, frozenset(hazards)))
+    return calls
+
+
 # Worker -> supervisor: records
 
 
@@ -158,7 +199,7 @@ class RecordWriter:
             places.append(end)
             end = _padded(end + size)
         described = [[array.dtype.name, list(array.shape), place] for array, place in zip(arrays, places, strict=True)]
-        text = json.dumps({**meta, "arrays": described}, separators=(",", ":")).encode("ascii")
+        text = _ENCODE({**meta, "arrays": described}).encode("ascii")
         first = _padded(_RECORD.size + len(text))
         total = first + end
         if self._used + total > ANSWERS_BYTES_MAX or len(text) > JSON_BYTES_MAX:
@@ -172,7 +213,7 @@ class RecordWriter:
         memory[start + _RECORD.size : start + _RECORD.size + len(text)] = text
         for array, place in zip(arrays, places, strict=True):
             at = start + first + place
-            np.frombuffer(memory, np.uint8, array.nbytes, at)[...] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            memory[at : at + array.nbytes] = np.ascontiguousarray(array)  # type: ignore[call-overload]
         self._used += total
         self._mark()
 
@@ -196,9 +237,10 @@ def read_marks(arena: Arena) -> Marks:
 
 def read_records(arena: Arena, used: int) -> list[tuple[dict[str, Any], list[NDArray[Any]]]]:
     """The complete records, copied out. Raises TransportError for anything that does not add up."""
-    if used > ANSWERS_BYTES_MAX or RECORDS_AT + used > os.fstat(arena.descriptor).st_size:
-        raise TransportError(f"{used} bytes of records are announced, but the memory ends before")
-    arena.reach(RECORDS_AT + used)
+    if RECORDS_AT + used > len(arena.memory):
+        if used > ANSWERS_BYTES_MAX or RECORDS_AT + used > os.fstat(arena.descriptor).st_size:
+            raise TransportError(f"{used} bytes of records are announced, but the memory ends before")
+        arena.reach(RECORDS_AT + used)
     memory = memoryview(arena.memory)
     try:
         records = []
@@ -240,7 +282,7 @@ def _array(memory: memoryview, dtype: str, shape: list[int], place: int) -> NDAr
 # Answers and descriptions as records
 
 
-def pack_answer(answer: Answer, seconds: float) -> tuple[dict[str, Any], list[NDArray[Any]]]:
+def pack_answer(answer: Answer) -> tuple[dict[str, Any], list[NDArray[Any]]]:
     """`answer` as JSON and arrays; indices in the JSON point into the list."""
     arrays: list[NDArray[Any]] = []
 
@@ -248,7 +290,7 @@ def pack_answer(answer: Answer, seconds: float) -> tuple[dict[str, Any], list[ND
         arrays.append(array)
         return len(arrays) - 1
 
-    meta: dict[str, Any] = {"seconds": seconds}
+    meta: dict[str, Any] = {}
     if answer.logits is not None:
         meta["logits"] = index(answer.logits)
     if answer.cache is not None:

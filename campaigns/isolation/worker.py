@@ -54,13 +54,13 @@ class Reporter(Progress):
     def started(self, step: int) -> None:
         self._writer.step(step, time.monotonic_ns())
 
-    def finished(self, answer: Answer, seconds: float) -> None:
+    def finished(self, answer: Answer) -> None:
         if os.getpid() != self._pid:
             os._exit(0)  # the engine forked and returned twice: only the worker itself reports
         try:
-            self._writer.append(*transport.pack_answer(answer, seconds))
+            self._writer.append(*transport.pack_answer(answer))
         except transport.TransportError as problem:
-            self._writer.append(*transport.pack_answer(Answer(failure=Failure("malformed", str(problem))), seconds))
+            self._writer.append(*transport.pack_answer(Answer(failure=Failure("malformed", str(problem)))))
 
 
 def named(path: str) -> Any:
@@ -93,7 +93,8 @@ def serve(control_descriptor: int, request_descriptor: int, records_descriptor: 
             os._exit(0)
         kind, job, size = transport.REQUEST.unpack(message)
         writer.begin(job, time.monotonic_ns())
-        jobs.run(kind, transport.read_request(requests, size))
+        read = transport.read_calls if kind == transport.CALLS else transport.read_request
+        jobs.run(kind, read(requests, size))
         control.send(transport.DONE.pack(job))
 
 

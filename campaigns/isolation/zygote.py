@@ -193,13 +193,9 @@ class _Server:
         if pid not in self._workers:
             return None
         _kill_group(pid)  # before waiting: until then nobody else can have this id
-        give_up = time.monotonic() + REAP_S
-        found, status = os.waitpid(pid, os.WNOHANG)
-        while not found and time.monotonic() < give_up:
-            time.sleep(0.0005)
-            found, status = os.waitpid(pid, os.WNOHANG)
-        if not found:
+        if not _ends_within(pid, REAP_S):
             return None
+        _, status = os.waitpid(pid, 0)
         self._workers.discard(pid)
         self._reap_orphans()
         return os.waitstatus_to_exitcode(status)
@@ -220,6 +216,16 @@ def _kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
+
+
+def _ends_within(pid: int, seconds: float) -> bool:
+    pidfd = os.pidfd_open(pid)
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        return bool(poller.poll(1e3 * seconds))
+    finally:
+        os.close(pidfd)
 
 
 def _children() -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from campaigns.isolation.chain import RECORDS
 from spec.config import Config
 from spec.engine import Description, Drafter, Generation, Limits, Profile, Round, Rows, Unsupported
 from spec.taps import all_tap_names
@@ -151,7 +152,8 @@ class LeaksDescriptors(Adder):
 
 
 class LeaksMemory(Adder):
-    leaked: list[Any] = []  # noqa: RUF012
+    def __init__(self) -> None:
+        self.leaked: list[Any] = []
 
     def misbehave(self, inputs: Any, outputs: Any) -> None:
         self.leaked.append(np.ones(1 << 18))
@@ -218,26 +220,14 @@ class IgnoresStrides(Adder):
         np.add(flat.reshape(a.shape), inputs["b"], out=outputs["out"])
 
 
-class CopiesLate(Adder):
-    """Fills its output from the caller's arrays only after a while, as an asynchronous copy does (K01)."""
+class KeepsReference(Adder):
+    """Reads its first caller's array at every call, as an engine does that caches an operand by reference (K06, K11)."""
+
+    kept: Any = None
 
     def run_op(self, op: str, inputs: Mapping[str, Any], params: Mapping[str, Any], outputs: Any) -> None:
-        outputs["out"][...] = 0
-        LateView.of(outputs["out"], inputs["a"])
-
-
-class LateView:
-    """Makes `out` alias `source`, so that what is done to `source` later is seen in `out`: a stand-in for a copy in flight."""
-
-    @staticmethod
-    def of(out: Any, source: Any) -> None:
-        def copy() -> None:
-            for _ in range(200):
-                out[...] = source
-                time.sleep(0.001)
-
-        threading.Thread(target=copy, daemon=True).start()
-        time.sleep(0.01)
+        self.kept = inputs["a"] if self.kept is None else self.kept
+        np.add(self.kept, inputs["b"], out=outputs["out"])
 
 
 class Counts(Adder):
@@ -255,10 +245,6 @@ class Pid(Adder):
 
     def run_op(self, op: str, inputs: Mapping[str, Any], params: Mapping[str, Any], outputs: Any) -> None:
         outputs["out"][...] = [os.getpid(), int(os.environ["OMP_NUM_THREADS"])]
-
-
-class Large(Adder):
-    """Answers more than it was asked about."""
 
 
 # Engines that cannot be loaded
@@ -359,7 +345,9 @@ LogitsDouble = session_engine("LogitsDouble", forward=lambda self, *args: ToySes
 LogitsWide = session_engine("LogitsWide", forward=lambda self, *args: np.zeros((1, 3), np.float32))
 ForwardRaises = session_engine("ForwardRaises", forward=lambda self, *_: 1 // 0)
 NoEvict = session_engine("NoEvict", evict=property(lambda self: (_ for _ in ()).throw(Unsupported("no evict"))))
-CacheRagged = session_engine("CacheRagged", cache_rows=lambda self, sequence, layer: np.zeros((layer + 1, self.config.cache_dim), np.float32))
+CacheRagged = session_engine(
+    "CacheRagged", cache_rows=lambda self, sequence, layer: np.zeros((layer + 1, self.config.cache_dim), np.float32)
+)
 NoGenerate = session_engine("NoGenerate", generate=property(lambda self: (_ for _ in ()).throw(Unsupported("no loop"))))
 TokenMinusOne = session_engine("TokenMinusOne", generate=lambda self, prompts, *_: [Generation((3, -1))] * len(prompts))
 TokenFloat = session_engine("TokenFloat", generate=lambda self, prompts, *_: [Generation((1.5,))] * len(prompts))  # type: ignore[arg-type]
@@ -368,14 +356,15 @@ TooFew = session_engine("TooFew", generate=lambda self, prompts, *_: [])
 GeneratesNone = session_engine("GeneratesNone", generate=lambda self, *_: None)
 Endless = session_engine("Endless", generate=lambda self, prompts, *_: [Generation((1,) * 100_000)] * len(prompts))
 NumpyTokens = session_engine(
-    "NumpyTokens", generate=lambda self, prompts, *_: [Generation(np.array([1, 2], np.int64), ())] * len(prompts)  # type: ignore[arg-type]
+    "NumpyTokens",
+    generate=lambda self, prompts, *_: [Generation(np.array([1, 2], np.int64), ())] * len(prompts),  # type: ignore[arg-type]
 )
 
 
 class Stateful(SessionEngine):
     """Logits that depend on how often the session was used: a stale buffer."""
 
-    class session(ToySession):  # noqa: N801
+    class session(ToySession):
         def forward(self, *args: Any) -> Any:
             return ToySession.forward(self, *args) + np.float32(self.forwards)
 
@@ -383,7 +372,7 @@ class Stateful(SessionEngine):
 class BadTaps(SessionEngine):
     """One of each: unknown name, wrong layer, wrong shape, given twice."""
 
-    class session(ToySession):  # noqa: N801
+    class session(ToySession):
         def forward(self, rows: Rows, want_logits: Any, taps: frozenset[str], sink: Any) -> Any:
             kind = int(rows.token[0])
             good = np.zeros((len(rows), self.config.hidden), np.float32)
@@ -401,11 +390,73 @@ class BadTaps(SessionEngine):
             return np.zeros((int(want_logits.sum()), self.config.vocab), np.float32)
 
 
-class CrashAtFourth(SessionEngine):
+class CrashAtThird(SessionEngine):
     """The third forward pass of a session segfaults."""
 
-    class session(ToySession):  # noqa: N801
+    class session(ToySession):
         def forward(self, *args: Any) -> Any:
             if self.forwards == 2:
                 ctypes.string_at(0)
             return ToySession.forward(self, *args)
+
+
+class AsksForMore(SessionEngine):
+    """Wants a weight that no configuration has."""
+
+    def open(self, config: Config, weights: Any) -> Any:
+        return weights("no_such_weight")
+
+
+# Trees
+
+
+class GoldenTree:
+    """The golden tree operations, with `spoil` between them and the caller."""
+
+    def describe(self) -> Description:
+        return Description(type(self).__name__, "1", capabilities=frozenset({"run_op"}), ops=frozenset(RECORDS))
+
+    def run_op(self, op: str, inputs: Mapping[str, Any], params: Mapping[str, Any], outputs: Any) -> None:
+        found = RECORDS[op].function(inputs, params)
+        self.spoil(op, found)
+        for name, value in found.items():
+            outputs[name][...] = value
+
+    def spoil(self, op: str, found: dict[str, Any]) -> None:
+        return None
+
+
+class NoTable(GoldenTree):
+    def spoil(self, op: str, found: dict[str, Any]) -> None:
+        if op == "draft_table":
+            raise Unsupported("no table")
+
+
+class TreeCrashes(GoldenTree):
+    def spoil(self, op: str, found: dict[str, Any]) -> None:
+        if op == "tree_mask":
+            ctypes.string_at(0)
+
+
+class TreeRaises(GoldenTree):
+    def spoil(self, op: str, found: dict[str, Any]) -> None:
+        if op == "tree_mask":
+            raise RuntimeError("no mask today")
+
+
+class TreeCountTooLarge(GoldenTree):
+    def spoil(self, op: str, found: dict[str, Any]) -> None:
+        if op == "best_first_tree":
+            found["count"] = np.array([1000], np.int32)
+
+
+class TreeNotClosed(GoldenTree):
+    def spoil(self, op: str, found: dict[str, Any]) -> None:
+        if op == "best_first_tree":
+            found["parents"][1] = 4
+
+
+class TreePathDown(GoldenTree):
+    def spoil(self, op: str, found: dict[str, Any]) -> None:
+        if op == "accept":
+            found["path"], found["length"] = found["path"][::-1], np.array([len(found["path"])], np.int32)
