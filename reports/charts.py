@@ -16,7 +16,7 @@ from reports.page_data import HeatMap
 
 # Upper ends of the steps of the ramp, in shares of the bound; a bit-exact cell has a step of its own, and so has what is above the bound.
 HEAT_STEPS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0)
-HEAT_LEGEND = ("0", "≤ 0.0001", "≤ 0.001", "≤ 0.01", "≤ 0.1", "≤ 0.3", "≤ 1", "> 1")
+HEAT_LEGEND = ("0 (exact)", "≤ 0.0001", "≤ 0.001", "≤ 0.01", "≤ 0.1", "≤ 0.3", "≤ 1", "> 1")
 TITLES_MAX = 1_500  # tooltips cost about 90 bytes each; above this the table alone has the numbers
 TREE_NODES_MAX = 160
 TAPS_MAX = 300  # above this the trace is shown per layer
@@ -52,9 +52,9 @@ def heat_map(heat: HeatMap, name: str) -> str:
                 continue
             x, step = _LABEL + _CELL * j, heat_step(cell.share)
             tap = f" at {cell.tap}" if cell.tap and cell.tap != op else ""
-            title = f"{op}, layer {layer}: {numbers.times(cell.share)}{tap}; {numbers.plural(cell.checked, 'scalar')}"
+            title = f"{op} {layer}: {numbers.times(cell.share)}{tap}; {numbers.plural(cell.checked, 'scalar')}"
             inner = f"<title>{escape(title)}</title>" if titled else ""
-            out.append(f'<rect class="h{step}" x="{x}" y="{y}" width="{_CELL - 2}" height="{_CELL - 2}" rx="2">{inner}</rect>')
+            out.append(f'<rect class="h{step}" x="{x}" y="{y}">{inner}</rect>')
             if step == 7:
                 out.append(f'<path class="cross" d="M{x + 5} {y + 5}l8 8m0-8l-8 8"/>')
     return "".join(out) + "</svg>"
@@ -163,7 +163,10 @@ def trace(points: Sequence[tuple[str, int, float, float]], guilty: tuple[str, in
         middle = x + step / 2
         is_guilty = (tap, layer) == guilty
         y = errors.y(error)
-        dots.append(f"{middle:.1f} {y:.1f}")
+        if error > 0 or error != error:
+            # The line breaks where the error is 0: a fall to the base line and back would draw the eye to what is exact.
+            connected = i > 0 and points[i - 1][2] != 0
+            dots.append(f"{'L' if connected else 'M'}{middle:.1f} {y:.1f}")
         top = panel + gap + shares.y(share)
         above = not share <= 1.0
         title = f"{tap}, layer {layer}: relative error {numbers.value(error, 3)}; {numbers.times(share)}"
@@ -185,7 +188,7 @@ def trace(points: Sequence[tuple[str, int, float, float]], guilty: tuple[str, in
                 f"{escape(_short(tap, 16))}</text>"
             )
         out.append("</g>")
-    out.append(f'<path class="line" d="M{"L".join(dots)}"/>')
+    out.append(f'<path class="line" d="{"".join(dots)}"/>')
     return "".join(out) + "</svg>"
 
 
@@ -270,7 +273,7 @@ def _key(point: tuple[str, int, float, float]) -> float:
 
 
 def _decade(power: int) -> str:
-    return {0: "1", 1: "10", 2: "100", -1: "0.1"}.get(power, f"1e{power}")
+    return {0: "1", 1: "10", 2: "100", -1: "0.1", -2: "0.01"}.get(power, f"1e{power}")
 
 
 def _short(text: str, limit: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from reports.errors import StoreError, from_os_error
 from reports.parts import TEMPORARY, sync_folder
-from reports.schema import FINDINGS, RUNS, TABLES
+from reports.schema import FINDINGS, JUDGE_PURPOSES, RUNS, TABLES
 from reports.store import Store, engine_names, insert, one, status_of
 
 
@@ -102,7 +102,7 @@ def _settle(merged: Store) -> None:
     runs = {run["run_id"]: run for run in merged.runs()}
     last_campaign: dict[str, tuple[float, str]] = {}
     for run in runs.values():
-        for engine in engine_names(run):
+        for engine in [] if run["purpose"] in JUDGE_PURPOSES else engine_names(run):
             last_campaign[engine] = max(last_campaign.get(engine, (0.0, "")), (run["started"], run["campaign"]))
     by_finding: dict[str, list[dict[str, Any]]] = {}
     for seen in merged.sightings():

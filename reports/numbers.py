@@ -82,8 +82,8 @@ def share(number: float) -> str:
 
 
 def times(number: float) -> str:
-    """'31 times the bound', 'an exact check failed'."""
-    return "an exact check failed" if not math.isfinite(number) else f"{share(number)} × the bound"
+    """'31 × the bound'; 'beyond any bound' for a failed exact check and for what is not finite."""
+    return "beyond any bound" if not math.isfinite(number) else f"{share(number)} × the bound"
 
 
 def _plain(text: str) -> str:

@@ -19,14 +19,14 @@ from markupsafe import Markup
 
 from reports import charts, numbers, words
 from reports.errors import from_os_error
-from reports.page_data import Page, load
+from reports.page_data import EngineData, Page, load
 from reports.schema import RUNGS, STATUSES, VERDICTS
 from reports.store import Store, engine_names
 
 PAGE_BYTES = 2_000_000  # a page that can be mailed
-SECTION_BYTES = 1_150_000  # for the sections of findings; the rest is for the tables
-HEAT_BYTES = 350_000
-ROWS_MAX = 800  # rows of the table of findings, about 600 bytes each
+SECTION_BYTES = 1_000_000  # for the sections of findings; the rest is for the tables
+HEAT_BYTES = 500_000
+ROWS_MAX = 600  # rows of the table of findings, about 600 bytes each
 CASE_MAX = 12_000  # characters of a case on the page
 TREES_MAX = 3  # rounds drawn per finding
 COVERAGE_MAX, CELLS_MAX = 120, 40  # regions, and cells per region
@@ -36,11 +36,14 @@ MUTATION_MAX = 400
 def write_report(store_path: str | os.PathLike[str], out_html: str | os.PathLike[str]) -> Path:
     """Writes the page of a store and returns its path. Raises StoreError: no store, damaged, the page cannot be written."""
     with Store.create_or_open(store_path, readonly=True) as store:
-        text = render(load(store))
-    out = Path(out_html)
+        return write_page(load(store), out_html)
+
+
+def write_page(page: Page, out_html: str | os.PathLike[str]) -> Path:
+    """The same from page data that is loaded already. A reader never meets half a page."""
+    text, out = render(page), Path(out_html)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        # A reader never meets half a page.
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=out.parent, prefix=".report-", delete=False) as stream:
             stream.write(text)
         os.chmod(stream.name, 0o644)
@@ -51,12 +54,21 @@ def write_report(store_path: str | os.PathLike[str], out_html: str | os.PathLike
 
 
 def render(page: Page) -> str:
-    """The page as text."""
+    """The page as text, under PAGE_BYTES: a store that holds more than a page can is shown in part, and the page says what it leaves out."""
+    for scale in (1.0, 0.6, 0.3, 0.1):
+        text = _render(page, scale)
+        if len(text.encode()) < PAGE_BYTES:
+            break
+    return text
+
+
+def _render(page: Page, scale: float) -> str:
     environment = _environment()
     script = _source("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    sections, detailed = _sections(page, environment.get_template("finding.html"))
-    rows = page.findings[:ROWS_MAX]
+    sections, detailed = _sections(page, environment.get_template("finding.html"), int(SECTION_BYTES * scale))
+    rows = page.findings[: int(ROWS_MAX * scale)]
+    heats, left_out_heats = _heats(page, int(HEAT_BYTES * scale))
     return environment.get_template("page.html").render(
         page=page,
         style=Markup(environment.get_template("style.css").render()),
@@ -68,15 +80,16 @@ def render(page: Page) -> str:
         left_out_rows=len(page.findings) - len(rows),
         left_out_sections=len(rows) - len(detailed),
         decided=sum(bool(f["ledger"]) for f in page.findings),
-        heats=_heats(page),
+        heats=heats,
+        left_out_heats=left_out_heats,
         heat_legend=charts.HEAT_LEGEND,
         facts=_facts(page),
         unverified_big=numbers.rate(page.verdicts.get("UNVERIFIED", 0), page.trials),
         alarms_big=numbers.count(page.alarms.alarms) if page.alarms.trials else numbers.NONE,
         mutation_sentence=mutation_sentence(page.mutation),
         mutation_result=_mutation_result,
-        mutation_max=MUTATION_MAX,
-        coverage_max=COVERAGE_MAX,
+        mutation_max=int(MUTATION_MAX * scale),
+        coverage_max=int(COVERAGE_MAX * scale),
         cells_max=CELLS_MAX,
         data=Markup(_embedded(summary(page))),
     )
@@ -141,11 +154,10 @@ def _mutation_result(row: dict[str, Any]) -> tuple[str, str]:
     return ("found", "good") if row["localised"] else ("found elsewhere", "warn")
 
 
-def _sections(page: Page, template: Template) -> tuple[list[str], set[str]]:
+def _sections(page: Page, template: Template, left: int) -> tuple[list[str], set[str]]:
     """A section per finding, the most urgent first, as long as there is room."""
     out: list[str] = []
     names: set[str] = set()
-    left = SECTION_BYTES
     for finding in page.findings[:ROWS_MAX]:
         text = template.render(f=finding, many=len(page.engines) > 1, case_max=CASE_MAX, **_pictures(finding))
         left -= len(text.encode())
@@ -182,18 +194,19 @@ def _pictures(finding: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _heats(page: Page) -> list[tuple[Any, Markup]]:
-    out: list[tuple[Any, Markup]] = []
-    left = HEAT_BYTES
+def _heats(page: Page, left: int) -> tuple[list[tuple[EngineData, Markup]], list[str]]:
+    """The error map per engine as long as there is room, and the engines that got none."""
+    out: list[tuple[EngineData, Markup]] = []
+    left_out = []
     for engine in page.engines:
         if engine.heat is not None:
             svg = charts.heat_map(engine.heat, engine.name)
             left -= len(svg) + 40 * len(engine.heat.cells)  # the table below it has the same cells
-            if left < 0 and out:
-                page.problems.append(f"the error map of {engine.name} was left out, so that the page stays under 2 MB")
-                continue
-            out.append((engine, Markup(svg)))
-    return out
+            if left < 0:
+                left_out.append(engine.name)
+            else:
+                out.append((engine, Markup(svg)))
+    return out, left_out
 
 
 def _facts(page: Page) -> list[tuple[str, str]]:
@@ -238,6 +251,13 @@ def _sort_number(value: float) -> str:
     return "1e999" if not math.isfinite(value) else repr(float(value))
 
 
+def _clip(value: Any) -> Any:
+    """A store may hold a word of a megabyte; a page need not."""
+    if isinstance(value, str) and not isinstance(value, Markup) and len(value) > CASE_MAX:
+        return value[:CASE_MAX] + "…"
+    return value
+
+
 @cache
 def _source(name: str) -> str:
     return (Path(__file__).parent / "templates" / name).read_text("utf-8")
@@ -246,7 +266,13 @@ def _source(name: str) -> str:
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, auto_reload=False
+        loader=PackageLoader("reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_clip,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
     )
     environment.filters |= {
         "count": numbers.count,
@@ -260,7 +286,6 @@ def _environment() -> Environment:
         "sentence": words.sentence,
         "has_numbers": words.has_numbers,
         "sort_number": _sort_number,
-        "capitalize_first": lambda text: text[:1].upper() + text[1:],
     }
     environment.globals |= {
         "rate": numbers.rate,

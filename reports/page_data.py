@@ -14,10 +14,9 @@ from typing import Any
 import pandas as pd
 
 from reports import numbers
-from reports.schema import FINDING_VERDICTS, PASSING_VERDICTS, RUNGS, STATUSES, VERDICTS
+from reports.schema import FINDING_VERDICTS, JUDGE_PURPOSES, PASSING_VERDICTS, RUNGS, STATUSES, VERDICTS
 from reports.store import Store, StoreError, engine_names
 
-JUDGE_PURPOSES = frozenset({"mutation", "false-alarms"})
 # Rows of the heat map in data order; what is not listed follows by name.
 OP_ORDER = [
     "embed",
@@ -74,6 +73,11 @@ class HeatMap:
     ops: list[str]
     layers: list[str]
     cells: dict[tuple[str, str], Cell]
+
+    @property
+    def closest(self) -> list[Cell]:
+        """The cells with the largest shares."""
+        return sorted((c for c in self.cells.values() if c.share > 0), key=lambda c: -c.share)[:8]
 
 
 @dataclass
@@ -185,30 +189,37 @@ class Page:
     @property
     def subline(self) -> str:
         """Where each engine first leaves the specification, or how much was not proven."""
-        parts = []
+        said: dict[str, list[str]] = {}
         for engine in self.engines:
-            who = f"{engine.name}: " if len(self.engines) > 1 else ""
-            if engine.first_failing:
-                parts.append(f"{who}the first rung that fails is {engine.first_failing}")
-            elif not engine.trials:
-                parts.append(f"{who}no trials")
-            elif not any(engine.verdicts.get(v) for v in PASSING_VERDICTS):
-                parts.append(f"{who}no trial was verified")
-            else:
-                reached = [rung.name for rung in engine.ladder if rung.state == "pass"]
-                parts.append(f"{who}no rung fails; verified: {', '.join(reached) or 'none'}")
-        return "; ".join(parts)
+            said.setdefault(_place(engine), []).append(engine.name)
+        if not said or list(said) == ["no trials"]:
+            return ""
+        if len(self.engines) == 1:
+            (what,) = said
+            return what[:1].upper() + what[1:] + "."
+        return "; ".join(f"{', '.join(names)}: {what}" for what, names in said.items()) + "."
 
     @property
     def unverified_sentence(self) -> str:
         """Always shown, whatever its size."""
         trials = self.verdicts.get("UNVERIFIED", 0)
-        return f"{numbers.rate(trials, self.trials)} of trials ({numbers.count(trials)})" if self.trials else "no trials"
+        return f"{numbers.count(trials)} of {numbers.plural(self.trials, 'trial')}" if self.trials else "no trials"
 
     @property
     def unverified_scalars_sentence(self) -> str:
         whole = self.checked + self.unverified_scalars
         return f"{numbers.rate(self.unverified_scalars, whole)} of {numbers.plural(whole, 'scalar')}" if whole else "no scalars compared"
+
+
+def _place(engine: EngineData) -> str:
+    if engine.first_failing:
+        return f"the first rung that fails is {engine.first_failing}"
+    if not engine.trials:
+        return "no trials"
+    if not any(engine.verdicts.get(v) for v in PASSING_VERDICTS):
+        return ", ".join(f"{numbers.count(n)} {v}" for v, n in sorted(engine.verdicts.items()))
+    passing = [rung.name for rung in engine.ladder if rung.state == "pass"]
+    return f"no rung fails; verified: {', '.join(passing) or 'none'}"
 
 
 def load(store: Store) -> Page:

@@ -32,6 +32,8 @@ VERDICTS = (
 FINDING_VERDICTS = frozenset({"FLAKY", "MALFORMED", "NONFINITE", "DEFECT", "HUNG", "CRASHED"})
 PASSING_VERDICTS = frozenset({"EXACT", "WITHIN_BOUND", "TIE"})
 RUNGS = ("ops", "prefill", "decode", "tree verify", "accept and commit", "whole loop")
+# Runs that judge the judge, on engines that are wrong (or right) on purpose; they count in the mutation score and in the false alarms.
+JUDGE_PURPOSES = frozenset({"mutation", "false-alarms"})
 STATUSES = ("new", "reopened", "changed", "flaky", "known", "fixed")
 
 

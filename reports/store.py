@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 from reports.errors import StoreError, from_os_error, from_sqlite_error
 from reports.life import Sighting, status_after
 from reports.parts import TEMPORARY, read_parts, sync_folder, write_part
-from reports.schema import FINDINGS, RUNS, SCHEMA, TABLES, Column, clean, empty_value
+from reports.schema import FINDINGS, JUDGE_PURPOSES, RUNS, SCHEMA, TABLES, Column, clean, empty_value
 from reports.writer import Writer
 
 if TYPE_CHECKING:
@@ -393,7 +393,7 @@ class Store:
 
     def _age(self, database: sqlite3.Connection, run: Mapping[str, Any]) -> None:
         """What was new, reopened or changed for an earlier campaign of these engines is known to this one."""
-        for engine in engine_names(run):
+        for engine in [] if run["purpose"] in JUDGE_PURPOSES else engine_names(run):
             query = (
                 "SELECT f.finding_id FROM findings f JOIN runs r ON r.run_id = f.last_run"
                 " WHERE f.engine = ? AND f.status IN ('new', 'reopened', 'changed') AND r.campaign != ?"

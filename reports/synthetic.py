@@ -137,7 +137,7 @@ def _judgements(writer: Any, engines: list[str], layers: int, failing: bool, dra
 def _report(store: Store, run_id: str, engine: str, i: int, layers: int, draw: random.Random) -> str:
     tap, op = _TAPS[(10 + 3 * i) % len(_TAPS)]
     verdict = ("DEFECT", "DEFECT", "NONFINITE", "DEFECT", "CRASHED", "HUNG")[i % 6]
-    rung = RUNGS[(3 + i) % len(RUNGS)]
+    rung = RUNGS[3 + i % 3]
     layer = min(1 + i % 5, layers - 1)
     nodes = 4 + i % 9
     parents = [-1] + [max(0, k - 1 - draw.randrange(0, 3)) for k in range(1, nodes)]

@@ -61,11 +61,11 @@ def sentence(finding: dict[str, Any]) -> str:
         where.append(f"layer {finding['layer']}")
     if finding["token"] >= 0:
         where.append(f"row {finding['token']}")
-    place = f"In {', '.join(where)}, " if where else ""
+    place = f"In {', '.join(where)}: " if where else ""
     name = finding["output"] or finding["op"] or finding["rule"] or "the answer"
-    op = f" of {finding['op']}" if finding["op"] and finding["op"] != name else ""
+    op = f" (op {finding['op']})" if finding["op"] and finding["op"] != name else ""
     index = f"[{', '.join(map(str, finding['index']))}]" if finding["index"] else ""
-    message = finding["message"].strip()
+    message = clip(finding["message"].strip())
     if finding["verdict"] in ("CRASHED", "HUNG", "FLAKY", "MALFORMED") or not has_numbers(finding):
         what = {
             "CRASHED": "the engine's process ended",
@@ -80,8 +80,13 @@ def sentence(finding: dict[str, Any]) -> str:
         within = f" within {numbers.value(finding['bound'], 3)}" if finding["bound"] > 0 else ""
         over = f" ({numbers.times(finding['share'])})" if math.isfinite(finding["share"]) and finding["share"] > 0 else ""
         start = f"{place}{name}{index}{op} is {found}, but should be {expected}{within}{over}"
-    start = start[:1].upper() + start[1:] if not start.startswith(name) else start
+    start = start if start.startswith(name) else start[:1].upper() + start[1:]
     return f"{start}. {message}" if message and message not in start else f"{start}."
+
+
+def clip(text: str, limit: int = 2_000) -> str:
+    """A message may be a whole log; its beginning says what happened."""
+    return text if len(text) <= limit else text[:limit] + " …"
 
 
 def has_numbers(finding: dict[str, Any]) -> bool:
