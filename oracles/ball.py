@@ -32,16 +32,18 @@ ETA_GRADUAL = 2.0**-149  # with subnormals: at most half of this, doubled for th
 
 
 class Arithmetic:
-    """A profile turned into the constants of the bounds. `statistics`: also compute `std`.
+    """A profile turned into the constants of the bounds. `statistics`: also compute `std`. `real`: leaves are real numbers, not
+    float32 ones, so that nothing is rounded (perturbed walks).
 
     e_f = 2 u ulps(f) is a relative error; `input_growth` = (1 + u_in)^2 - 1 for a product of two rounded operands.
     """
 
     __slots__ = (
-        "block", "div", "eta", "exp", "exp2_folding", "float32_scores", "input_growth", "log", "online", "output", "rsqrt", "statistics", "tanh", "unit",
+        "block", "div", "eta", "exp", "exp2_folding", "float32_scores", "input_growth", "log", "online", "output", "real", "rsqrt", "statistics",
+        "tanh", "unit",
     )  # fmt: skip
 
-    def __init__(self, profile: Profile, statistics: bool = False) -> None:
+    def __init__(self, profile: Profile, statistics: bool = False, real: bool = False) -> None:
         self.unit = profile.u_accumulate
         self.input_growth = (1 + profile.u_input) ** 2 - 1
         # results are handed over as float32: a wider accumulator still rounds once on the way out
@@ -56,6 +58,7 @@ class Arithmetic:
         self.eta = ETA_FLUSH if profile.flush_to_zero else ETA_GRADUAL
         self.float32_scores = profile.float32_scores
         self.statistics = statistics
+        self.real = real
         self.block = height_block(profile.height)
 
     def gamma(self, roundings: Any) -> Any:
@@ -73,8 +76,8 @@ class Arithmetic:
 
 
 @lru_cache(maxsize=64)
-def arithmetic(profile: Profile, statistics: bool = False) -> Arithmetic:
-    return Arithmetic(profile, statistics)
+def arithmetic(profile: Profile, statistics: bool = False, real: bool = False) -> Arithmetic:
+    return Arithmetic(profile, statistics, real)
 
 
 def height_block(height: str) -> int | None:

@@ -187,9 +187,9 @@ def judge_expected(found: NDArray[Any], expected: Expected, **place: Any) -> Jud
 
 
 def name_element(fields: dict[str, Any]) -> str:
-    """`attn_out[3, 7], layer 1`."""
+    """`attn_out[3, 7], layer 1,`."""
     index = ", ".join(map(str, fields["index"]))
-    layer = f", layer {fields['layer']}" if fields.get("layer", -1) >= 0 else ""
+    layer = f", layer {fields['layer']}," if fields.get("layer", -1) >= 0 else ""
     return f"{fields['tap']}[{index}]{layer}"
 
 

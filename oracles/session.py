@@ -180,9 +180,8 @@ class Walked:
         self.answers = [self.trace.answers[batch.step] for batch in self.history.batches]
         self.tapped = any(answer.taps for answer in self.answers)
         if self.tapped:
-            walk(
-                self.model, self.profile, self.history.token, self.history.position, self.history.visible, self.history.wanted, self
-            )  # fmt: skip
+            h = self.history
+            walk(self.model, h.token, h.position, h.visible, h.wanted, self, self.arithmetic)
             self._judge_choice()
         else:
             self.proven[:] = False

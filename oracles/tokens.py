@@ -1,4 +1,4 @@
-"""Tokens against the golden model: equal, a tie that rounding explains, open, or wrong. Never on inequality alone.
+"""Tokens and logits against the golden model: equal, a tie that rounding explains, open, or wrong. Never on inequality alone.
 
 The golden logits come from one pass, because golden bits do not depend on batching. A row whose taps, and those of every row that it
 sees, were given and passed can differ only by rounding: its other token is a TIE. Without that chain the difference is held against
@@ -12,36 +12,44 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oracles.compare import close_number
 from oracles.judgement import Judgement, Verdict
+from oracles.noise import Noise, Rows, noise
 from spec.script import Script, Step
 
 if TYPE_CHECKING:
     from oracles.session import SessionJudge, Walked
 
+Logits = NDArray[np.float32]
+
 
 def judge_tokens(judge: SessionJudge, script: Script, answered: list[tuple[int, Step]], walked: Walked) -> list[Judgement]:
-    """One judgement per rung for the greedy tokens of all rows with logits."""
+    """Per rung: the logits by the statistical bound if the engine shows no taps, and the greedy tokens of all rows with logits."""
     golden = judge.golden_logits(script, answered)
-    own = walked.logits
+    own, history = walked.logits, walked.history
     if own.shape != golden.shape:
         text = f"logits have {own.shape[-1]} columns, but the vocabulary has {golden.shape[-1]} tokens"
-        return [Judgement(Verdict.MALFORMED, "M9", "matmul", "logits", next(iter(walked.history.rungs)), message=text)]
+        return [Judgement(Verdict.MALFORMED, "M9", "matmul", "logits", next(iter(history.rungs)), message=text)]
     found, due = own.argmax(-1), golden.argmax(-1)
     differs = found != due
-    chained = proof_chain(walked)
+    chained = proof_chain(walked)[history.wanted]
+    bound = None
+    if not walked.tapped or (differs & ~chained).any():
+        bound = noise(judge.prepared, Rows(history.token, history.position, history.visible, history.wanted), walked.profile)
     out = []
-    for rung, rows in walked.history.rungs.items():
-        at = np.flatnonzero(np.isin(walked.history.wanted, rows))
+    for rung, rows in history.rungs.items():
+        at = np.flatnonzero(np.isin(history.wanted, rows))
         if not len(at):
             continue
-        bad = at[differs[at]]
+        if not walked.tapped and bound is not None:
+            out.append(_logits(walked, own, bound, at, rung, judge.model.config.layers))
         place: dict[str, Any] = {"op": "argmax", "tap": "token", "rung": rung, "layer": judge.model.config.layers}
+        bad = at[differs[at]]
         if not len(bad):
-            step = int(walked.history.step[walked.history.wanted[at[0]]])
-            out.append(Judgement(Verdict.EXACT, "L1", step=step, checked=len(at), **place))
+            out.append(Judgement(Verdict.EXACT, "L1", step=int(history.step[history.wanted[at[0]]]), checked=len(at), **place))
             continue
-        for row in bad[:1]:
-            out.append(_differing(walked, own, golden, int(row), bool(chained[walked.history.wanted[row]]), len(at), place))
+        judged = [_differing(walked, own, golden, int(row), bool(chained[row]), bound, len(at), place) for row in bad]
+        out.append(next((j for j in judged if j.verdict is Verdict.DEFECT), judged[0]))
     return out
 
 
@@ -50,25 +58,75 @@ def proof_chain(walked: Walked) -> NDArray[np.bool_]:
     return walked.proven & ~(walked.history.visible & ~walked.proven[None, :]).any(1)
 
 
+def _logits(walked: Walked, own: Logits, bound: Noise, at: NDArray[np.intp], rung: str, layer: int) -> Judgement:
+    """A black box: every logit against the float64 model, within the statistical bound."""
+    history = walked.history
+    share = bound.shares(own[at]) if len(at) == len(own) else Noise(bound.reference[at], bound.bound[at], bound.decided[at]).shares(own[at])
+    worst = share.max(1)
+    failing = np.flatnonzero(worst > 1)
+    if len(failing):  # of the first failing step
+        steps = history.step[history.wanted[at[failing]]]
+        failing = failing[steps == steps[0]]
+        local = int(failing[worst[failing].argmax()])
+    else:
+        local = int(worst.argmax())
+    row, token = int(at[local]), int(share[local].argmax())
+    own_row = int(history.wanted[row])
+    index = (row - history.batches[int(history.batch[own_row])].wanted_start, token)
+    value, due, limit = float(own[row, token]), float(bound.reference[row, token]), float(bound.bound[row, token])
+    rule = "V2" if rung == "tree verify" else "L1"
+    fields: dict[str, Any] = {
+        "op": "forward", "tap": "logits", "rung": rung, "layer": layer, "step": int(history.step[own_row]), "token": int(history.row[own_row]),
+        "index": index, "found": value, "expected": due, "bound": limit, "share": float(share[local, token]), "checked": int(share.size),
+    }  # fmt: skip
+    name = f"logits[{index[0]}, {token}]"
+    if len(failing):
+        verdict = Verdict.DEFECT if np.isfinite(value) else Verdict.NONFINITE
+        text = f"{name} is {close_number(value, due)}, but should be {close_number(due, value)} within {limit:.1g} (statistical, {rule})"
+        return Judgement(verdict, rule, message=text, **fields)
+    open_rows = int((~bound.decided[at]).sum())
+    text = "logits lie within the statistical bound, which is no proof" + (f"; {open_rows} rows may route otherwise" if open_rows else "")
+    return Judgement(Verdict.UNVERIFIED, rule, message=text, **fields)
+
+
 def _differing(
-    walked: Walked, own: NDArray[np.float32], golden: NDArray[np.float32], row: int, chained: bool, checked: int, place: dict[str, Any]
+    walked: Walked, own: Logits, golden: Logits, row: int, chained: bool, bound: Noise | None, checked: int, place: dict[str, Any]
 ) -> Judgement:  # fmt: skip
     history = walked.history
-    global_row = int(history.wanted[row])
+    at = int(history.wanted[row])
     found, due = int(own[row].argmax()), int(golden[row].argmax())
-    text = f"row {int(history.row[global_row])} of step {int(history.step[global_row])} chooses token {found}, the spec {due}: {margins(own[row], golden[row])}"
-    verdict = Verdict.TIE if chained else Verdict.UNVERIFIED
-    reason = "every operation behind it was checked and passed" if chained else "not every operation behind it was checked"
+    margin = float(golden[row, due]) - float(golden[row, found])
+    where = f"row {int(history.row[at])} of step {int(history.step[at])} chooses token {found}, the spec {due}"
+    verdict, reason, limit = decide(margin, chained, None if bound is None else bound.margin_bound(row, found, due))
     return Judgement(
-        verdict, "L1", step=int(history.step[global_row]), token=int(history.row[global_row]), index=(row,), found=float(found), expected=float(due),
-        checked=checked, message=f"{text}; {reason}", **place,
+        verdict, "L1", step=int(history.step[at]), token=int(history.row[at]), index=(row,), found=float(found), expected=float(due),
+        bound=limit, share=margin / limit if limit else 0.0, checked=checked, message=f"{where}: {margins(own[row], golden[row])}; {reason}", **place,
     )  # fmt: skip
 
 
-def margins(own: NDArray[np.float32], golden: NDArray[np.float32]) -> str:
+def decide(margin: float, chained: bool, limit: float | None) -> tuple[Verdict, str, float]:
+    """(verdict, why, bound) for another token than the spec's, whose golden margin is `margin`."""
+    if chained:
+        return Verdict.TIE, "every operation behind it was checked and passed, so rounding chose", 0.0
+    if limit is not None and margin > limit:
+        return Verdict.DEFECT, f"honest rounding moves this margin by at most {limit:.2g} (statistical)", limit
+    if limit is not None and np.isfinite(limit):
+        return (
+            Verdict.UNVERIFIED,
+            f"honest rounding may move this margin by {limit:.2g} (statistical), and not every operation was checked",
+            limit,
+        )
+    return Verdict.UNVERIFIED, "honest rounding may route it to other experts, and not every operation was checked", 0.0
+
+
+def margins(own: Logits, golden: Logits) -> str:
     """Both margins between the two tokens, and the gap in ulps of the larger logit."""
     found, due = int(own.argmax()), int(golden.argmax())
     own_margin = float(own[found]) - float(own[due])
-    golden_margin = float(golden[due]) - float(golden[found])
-    ulp = float(np.spacing(np.abs(golden[due])))
-    return f"margin {own_margin:.3g} in the engine, {golden_margin:.3g} the other way in the spec ({golden_margin / ulp:.1f} ulp)"
+    return f"margin {own_margin:.3g} in the engine, {golden_margin(golden, found, due)} the other way in the spec"
+
+
+def golden_margin(golden: Logits, found: int, due: int) -> str:
+    """`1.2e-06 (3.0 ulp)`, the gap of two float32 logits in units of the last place of the larger one."""
+    gap = float(golden[due]) - float(golden[found])
+    return f"{gap:.3g} ({gap / float(np.spacing(np.abs(golden[due]))):.1f} ulp)"

@@ -12,12 +12,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from oracles.ball import INFLATE, Arithmetic, Ball, Wide, arithmetic, concatenate
+from oracles.ball import INFLATE, Arithmetic, Ball, Wide, concatenate
 from oracles.ops import add, combine, matmul, moe, o_latent, q_absorb, rms_norm, rope, router_scores, scores, softmax, swiglu
 from oracles.ops.embed import row_ball
 from oracles.ops.route import weights as route_weights
 from spec.config import Config
-from spec.engine import Profile
 from spec.rotary import Rotary
 from spec.weights import Weights
 
@@ -64,16 +63,14 @@ class JudgeModel:
 
 def walk(
     model: JudgeModel,
-    profile: Profile,
     token: NDArray[np.int64],
     position: NDArray[np.int64],
     visible: NDArray[np.bool_],
     wanted: NDArray[np.intp],
     taps: Taps,
-    statistics: bool = False,
+    a: Arithmetic,
 ) -> Ball:
     """The logits of the `wanted` rows, as the taps left them."""
-    a = arithmetic(profile, statistics)
     c, last = model.config, model.config.layers
     cos, sin = (table.astype(np.float64) for table in model.rotary.tables(position))
     x = taps.meet("embed", -1, row_ball(model.embed[token], a))

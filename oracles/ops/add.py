@@ -26,7 +26,7 @@ def bound(x: Ball, y: Ball, a: Arithmetic) -> Ball:
     """Exact float32 leaves: radius 0 (with flush to zero, 3 eta: two operands and the sum). Otherwise gamma(1) and INHERIT."""
     mid = x.mid + y.mid
     overflow = either(x.overflow, y.overflow)
-    if x.exact and y.exact and one_rounding(a):
+    if x.exact and y.exact and one_rounding(a) and not a.real:
         with np.errstate(over="ignore"):
             rounded = mid.astype(np.float32).astype(np.float64)
         std = np.sqrt(THIRD) * a.unit * np.abs(mid) if a.statistics else None

@@ -6,8 +6,6 @@ what rounding the sums in float32 can move them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,62 +38,86 @@ def expect(inputs: Arrays, params: Params, outputs: Arrays, a: Arithmetic) -> di
 
 
 def _within_band(inputs: Arrays, outputs: Arrays, tree: Tree) -> dict[str, Expected]:
-    """A tree of other nodes or another order: accepted iff some float32 sums within their rounding give exactly this order.
-
-    The exact score s of a path of d terms is computed within gamma(d - 1) sum|lp|. Popping node i is right if no candidate on the
-    frontier then had a score above s_i by more than both errors together.
-    """
+    """A tree of other nodes or another order: accepted iff some float32 sums within their rounding give exactly this order."""
     tokens, parents = (outputs[name][: tree.count + 1] for name in ("tokens", "parents"))
+    radius = np.zeros(inputs["log_probs"].shape)
+    decided = tree_problem(tokens, parents, inputs["ids"], inputs["log_probs"], radius, True)
+    depths: NDArray[np.int32] = np.full(len(outputs["depths"]), PADDING, np.int32)
+    if not decided.problem:
+        depths[: len(tokens)] = check_structure(parents)
+    count = np.array([tree.count], np.int32)
+    tail: NDArray[np.int32] = np.full(len(outputs["tokens"]), PADDING, np.int32)
+    for name in ("tokens", "parents"):
+        tail[: tree.count + 1] = outputs[name][: tree.count + 1]
+        if not np.array_equal(tail, outputs[name]):
+            return {
+                "tokens": decided,
+                "parents": decided,
+                name: Equal(tail, "C4"),
+                "depths": Equal(depths, "T6"),
+                "count": Equal(count, "T5"),
+            }
+    return {"tokens": decided, "parents": decided, "depths": Equal(depths, "T6"), "count": Equal(count, "T5")}
+
+
+def tree_problem(
+    tokens: NDArray[np.int32], parents: NDArray[np.int32], ids: NDArray[np.int32], log_probs: NDArray[np.float32], radius: NDArray[np.float64],
+    float32_scores: bool,
+) -> Decided:  # fmt: skip
+    """Whether some table within `radius` of `log_probs` [L, K], summed exactly (or in float32), gives exactly this tree.
+
+    A path of d terms has a score within sum(radius), and gamma(d - 1) sum|lp| more for float32 sums. Popping node i is right if no
+    node that was waiting then had a score above its own by more than both errors together.
+    """
     try:
         walked = check_structure(parents, tokens)
     except TreeError as broken:
-        wrong = Decided(f"{broken.message} ({broken.rule})", broken.rule)
-        return dict.fromkeys(("tokens", "parents", "depths", "count"), wrong)
-    ids, log_probs = inputs["ids"], inputs["log_probs"].astype(np.float64)
+        return Decided(f"{broken.message} ({broken.rule})", broken.rule)
+    table = log_probs.astype(np.float64)
     ranks: list[tuple[int, ...]] = [()]
     for node in range(1, len(tokens)):
         depth = walked[node]
         at = np.flatnonzero(ids[depth - 1] == tokens[node]) if depth <= len(ids) else np.zeros(0, np.int64)
-        if not len(at) or log_probs[depth - 1, at[0]] == -np.inf:
+        if not len(at) or table[depth - 1, at[0]] == -np.inf:
             text = f"tokens[{node}] is {int(tokens[node])}, but that is no candidate at depth {depth} (T4)"
-            return _same(Decided(text, "T4", (node,), float(tokens[node])), outputs, tree, walked)
+            return Decided(text, "T4", (node,), float(tokens[node]))
         ranks.append((*ranks[int(parents[node])], int(at[0])))
-    worst = _worst_pop(ranks, log_probs)
-    return _same(worst, outputs, tree, walked)
+    return _worst_pop(ranks, table, radius, float32_scores)
 
 
-def _worst_pop(ranks: list[tuple[int, ...]], log_probs: NDArray[np.float64]) -> Decided:
-    """The largest (best frontier score - popped score) / band over all pops."""
-    depth_max, width = log_probs.shape
+def _worst_pop(
+    ranks: list[tuple[int, ...]], table: NDArray[np.float64], radius: NDArray[np.float64], float32_scores: bool
+) -> Decided:  # fmt: skip
+    """The largest (score of a waiting node - score of the popped one) / band over all pops."""
+    depth_max, width = table.shape
 
     def score(path: tuple[int, ...]) -> tuple[float, float]:
-        terms = [float(log_probs[level, rank]) for level, rank in enumerate(path)]
-        roundings = max(0, len(path) - 1)
-        return sum(terms), roundings * UNIT_FLOAT32 / (1 - roundings * UNIT_FLOAT32) * sum(map(abs, terms)) * INFLATE
+        terms = [float(table[level, rank]) for level, rank in enumerate(path)]
+        error = sum(float(radius[level, rank]) for level, rank in enumerate(path))
+        roundings = max(0, len(path) - 1) if float32_scores else 0
+        error += roundings * UNIT_FLOAT32 / (1 - roundings * UNIT_FLOAT32) * (sum(map(abs, terms)) + error)
+        return sum(terms), error * INFLATE
 
-    frontier: set[tuple[int, ...]] = {(0,)} if depth_max and width else set()
-    share, found = 0.0, Decided("", "T3")
+    waiting: set[tuple[int, ...]] = {(0,)} if depth_max and width and table[0, 0] > -np.inf else set()
+    share, worst = 0.0, Decided("", "T3")
     for node, path in enumerate(ranks[1:], 1):
-        if path not in frontier:
+        if path not in waiting:
             return Decided(f"node {node} comes before its parent or its better sibling (T3)", "T3", (node,))
         own, own_error = score(path)
-        for other in frontier:
+        for other in waiting:
             rival, rival_error = score(other)
-            over, band = rival - own, own_error + rival_error
-            if over > 0 and over > share * max(band, 1e-300):
-                share = over / max(band, 1e-300)
+            over, band = rival - own, max(own_error + rival_error, 1e-300)
+            if over == 0 and other < path and band == 1e-300:
+                return Decided(
+                    f"node {node} ties with a node of a smaller rank path that was still waiting (T3)", "T3", (node,), own, rival
+                )
+            if over > share * band:
+                share = over / band
                 text = "" if share <= 1 else f"node {node} has score {own:.9g}, but a node of score {rival:.9g} was still waiting (T3)"
-                found = Decided(text, "T3", (node,), own, rival, band, min(share, 1.0))
-        frontier.remove(path)
-        if path[-1] + 1 < width and log_probs[len(path) - 1, path[-1] + 1] > -np.inf:
-            frontier.add((*path[:-1], path[-1] + 1))
-        if len(path) < depth_max and log_probs[len(path), 0] > -np.inf:
-            frontier.add((*path, 0))
-    return found
-
-
-def _same(decided: Decided, outputs: Arrays, tree: Tree, walked: list[int]) -> dict[str, Expected]:
-    depths = np.full(len(outputs["depths"]), PADDING, np.int32)
-    depths[: len(walked)] = walked
-    count: NDArray[Any] = np.array([tree.count], np.int32)
-    return {"tokens": decided, "parents": decided, "depths": Equal(depths, "T6"), "count": Equal(count, "T5")}
+                worst = Decided(text, "T3", (node,), own, rival, band, min(share, 1.0))
+        waiting.remove(path)
+        if path[-1] + 1 < width and table[len(path) - 1, path[-1] + 1] > -np.inf:
+            waiting.add((*path[:-1], path[-1] + 1))
+        if len(path) < depth_max and table[len(path), 0] > -np.inf:
+            waiting.add((*path, 0))
+    return worst

@@ -74,15 +74,30 @@ class Rule:
         witness = self.choose(np.where(chosen, _up(scores.mid + rad), _down(scores.mid - rad)), bias)
         return np.asarray(distinct & (np.sort(witness, -1) == ordered).all(-1))
 
-    def _rank(self, choice: NDArray[Any]) -> NDArray[np.float32]:
-        """[T, groups]: the fl32 score of each group."""
+    def margin(self, scores: NDArray[Any], bias: NDArray[Any]) -> NDArray[np.float64]:
+        """[T]: how far the closest decision is from falling the other way: the last chosen expert, or the last kept group."""
+        choice = np.asarray(scores + bias, np.float64)
+        gap = np.full(len(choice), np.inf)
+        if self.groups > self.top_groups:
+            rank = -np.sort(-self._rank(choice), -1)
+            gap = rank[:, self.top_groups - 1] - rank[:, self.top_groups]
+        if self.groups > 1:
+            allowed = self._kept(self._rank(choice))
+            choice = np.where(np.repeat(allowed, choice.shape[1] // self.groups, 1), choice, -np.inf)
+        if self.top_k < choice.shape[1]:
+            ordered = -np.sort(-choice, -1)
+            gap = np.minimum(gap, ordered[:, self.top_k - 1] - ordered[:, self.top_k])
+        return gap
+
+    def _rank(self, choice: NDArray[Any]) -> NDArray[Any]:
+        """[T, groups]: the score of each group, in the dtype of `choice`."""
         members = choice.reshape(len(choice), self.groups, -1)
         if self.by_max:
             return np.asarray(members.max(-1))
         two = np.sort(members, -1)[..., -2:]
         return np.asarray(two[..., 0] + two[..., -1])
 
-    def _kept(self, rank: NDArray[np.float32]) -> NDArray[np.bool_]:
+    def _kept(self, rank: NDArray[Any]) -> NDArray[np.bool_]:
         allowed = np.zeros(rank.shape, np.bool_)
         np.put_along_axis(allowed, np.argsort(-rank, -1, kind="stable")[:, : self.top_groups], True, -1)
         return allowed
