@@ -5,7 +5,7 @@
 
 from campaigns.isolation.chain import TreeJob
 from campaigns.isolation.deadline import Deadline
-from campaigns.isolation.errors import EngineLoadError
+from campaigns.isolation.errors import EngineLoadError, UnknownEngine
 from campaigns.isolation.execute import describe, run_calls, run_script, run_tree
 from campaigns.isolation.inprocess import InProcess
 from campaigns.isolation.supervisor import Supervisor
@@ -18,6 +18,7 @@ __all__ = [
     "IsolationError",
     "Supervisor",
     "TreeJob",
+    "UnknownEngine",
     "Zygote",
     "describe",
     "run_calls",

@@ -26,6 +26,9 @@ from spec.weights import Array
 
 WeightsProvider = Callable[[Config, WeightsKey], Mapping[str, Array]]
 
+Answering = Engine | Any
+"""An engine by shape. Everything but `describe` is optional: what is missing is answered by "unsupported"."""
+
 OPENING = -1  # the step number while a session is being opened
 SESSIONS_OPEN = 2  # a campaign alternates between few weight sets; each open session holds one
 
@@ -43,7 +46,7 @@ class Progress:
 QUIET = Progress()
 
 
-def describe(engine: Engine) -> Description:
+def describe(engine: Answering) -> Description:
     """The engine's own description, checked. Raises Malformed, or whatever `engine.describe` raises."""
     return validate.description(engine.describe())
 
@@ -60,7 +63,7 @@ def failure_of(problem: BaseException) -> Failure:
 # Operations
 
 
-def run_calls(engine: Engine, calls: Sequence[OpCall], progress: Progress = QUIET) -> list[Answer]:
+def run_calls(engine: Answering, calls: Sequence[OpCall], progress: Progress = QUIET) -> list[Answer]:
     """One answer per call, in order; a failed call does not stop the next."""
     answers = []
     for step, call in enumerate(calls):
@@ -68,7 +71,7 @@ def run_calls(engine: Engine, calls: Sequence[OpCall], progress: Progress = QUIE
     return answers
 
 
-def run_tree(engine: Engine, job: TreeJob, progress: Progress = QUIET) -> list[tuple[OpCall, Answer]]:
+def run_tree(engine: Answering, job: TreeJob, progress: Progress = QUIET) -> list[tuple[OpCall, Answer]]:
     """Every call of the chain that was made, with its answer."""
     chain = TreeChain(job)
     made: list[tuple[OpCall, Answer]] = []
@@ -79,7 +82,7 @@ def run_tree(engine: Engine, job: TreeJob, progress: Progress = QUIET) -> list[t
     return made
 
 
-def run_call(engine: Engine, call: OpCall) -> Answer:
+def run_call(engine: Answering, call: OpCall) -> Answer:
     """One `run_op` on private copies of the inputs and poisoned, guarded outputs. Twice where "repeat" asks for it."""
     answer = _run_once(engine, call)
     if "repeat" in call.hazards and answer.failure is None:
@@ -88,7 +91,7 @@ def run_call(engine: Engine, call: OpCall) -> Answer:
     return answer
 
 
-def _run_once(engine: Engine, call: OpCall) -> Answer:
+def _run_once(engine: Answering, call: OpCall) -> Answer:
     contiguous = bool(getattr(engine, "contiguous_only", False))
     inputs = {name: hazards.placed(a, call.hazards, i, contiguous_only=contiguous) for i, (name, a) in enumerate(call.inputs.items())}
     outputs = {name: hazards.guarded_output(shape, dtype, call.hazards) for name, (shape, dtype) in call.outputs.items()}
@@ -117,7 +120,7 @@ def _run_once(engine: Engine, call: OpCall) -> Answer:
 # Scripts
 
 
-def run_script(engine: Engine, script: Script, weights_provider: WeightsProvider, progress: Progress = QUIET) -> Trace:
+def run_script(engine: Answering, script: Script, weights_provider: WeightsProvider, progress: Progress = QUIET) -> Trace:
     """Open a session, run every step, close it."""
     sessions = Sessions(engine, weights_provider, keep=1)
     try:
@@ -132,7 +135,7 @@ class Sessions:
     A session whose state is in doubt (a step failed, eviction is not offered) is closed and opened anew by the next script.
     """
 
-    def __init__(self, engine: Engine, weights_provider: WeightsProvider, *, keep: int = SESSIONS_OPEN) -> None:
+    def __init__(self, engine: Answering, weights_provider: WeightsProvider, *, keep: int = SESSIONS_OPEN) -> None:
         self._engine = engine
         self._weights_provider = weights_provider
         self._keep = keep

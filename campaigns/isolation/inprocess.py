@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from campaigns.isolation.chain import TreeJob
-from campaigns.isolation.execute import Sessions, WeightsProvider, describe, run_calls, run_tree
+from campaigns.isolation.execute import Answering, Sessions, WeightsProvider, describe, run_calls, run_tree
 from spec.config import Config
-from spec.engine import Engine
 from spec.script import Answer, OpCall, Script, Trace, WeightsKey
 from spec.weights import Array
 
@@ -22,7 +21,7 @@ def default_weights(config: Config, key: WeightsKey) -> Mapping[str, Array]:
 class InProcess:
     """An engine object behind the interface of `Supervisor`. No deadline: a hang hangs."""
 
-    def __init__(self, engine: Engine, *, weights: WeightsProvider = default_weights) -> None:
+    def __init__(self, engine: Answering, *, weights: WeightsProvider = default_weights) -> None:
         self.description = describe(engine)
         self._engine = engine
         self._weights = weights

@@ -22,11 +22,12 @@ from typing import Any
 from campaigns.isolation import transport, validate
 from campaigns.isolation.chain import TreeChain, TreeJob
 from campaigns.isolation.deadline import Deadline, fixed
-from campaigns.isolation.errors import EngineLoadError
+from campaigns.isolation.errors import EngineLoadError, UnknownEngine, load_error
 from campaigns.isolation.execute import label
 from campaigns.isolation.transport import Arena, TransportError
 from campaigns.isolation.worker import RESOLVER, STACK_SIGNAL, WEIGHTS, Loading
 from campaigns.isolation.zygote import Zygote
+from impls import registry
 from spec.engine import Description
 from spec.script import Answer, Failure, OpCall, Script, Trace
 
@@ -52,7 +53,9 @@ class Supervisor:
     """One engine in a worker. `deadline_s` is the time for one step (call, script step, link of a chain), fixed or adaptive.
 
     `cold`: start workers as new processes instead of forks, for engines that initialise a GPU. `zygote`: share one among several supervisors.
-    Raises EngineLoadError where the engine cannot be loaded, IsolationError where our own machinery fails.
+    `environment` is set in the worker before it loads the engine, `load_s` bounds that loading, and `resolver` and `weights` name functions
+    ("module:name"): engine name -> engine, and (config, key) -> weights.
+    Raises EngineLoadError or UnknownEngine where the engine cannot be loaded, IsolationError where our own machinery fails.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class Supervisor:
         self._worker: _Worker | None = None
         self._last = "loading"
         try:
+            if resolver == RESOLVER:
+                registry.prepare(engine_spec)  # compile before a deadline runs, and before several workers would do it at once
             self.description: Description = self._start()
         except BaseException:
             self.close()
@@ -172,23 +177,28 @@ class Supervisor:
     # The worker's life
 
     def _start(self) -> Description:
-        self._worker = _Worker(self._zygote, cold=self._cold)
+        self._worker = _Worker(self._zygote, self._loading.environment, cold=self._cold)
         self.restarts += 1
         loading = Loading(self._loading.engine, self._loading.resolver, self._loading.weights, self._loading.environment, _path())
         outcome = self._job(self._worker, transport.LOAD, loading, 1, self._load_s, lambda step: "loading the engine")
-        if outcome.death is not None:
-            raise EngineLoadError(f"{self._loading.engine}: {outcome.death.message}")
+        engine = self._loading.engine
         try:
+            if outcome.death is not None:
+                raise load_error(engine, outcome.death.message)
             meta = outcome.records[0][0]
+            if "unknown" in meta:
+                raise UnknownEngine(validate.text_of(meta["unknown"]))
+            if "load_error" in meta:
+                raise EngineLoadError(*map(validate.text_of, transport.checked(lambda: list(meta["load_error"])[:4])))
             if "error" in meta:
-                raise EngineLoadError(f"{self._loading.engine}: {validate.text_of(meta['error'])}")
+                raise load_error(engine, validate.text_of(meta["error"]))
             return validate.description(transport.unpack_description(transport.checked(lambda: meta["description"])))
-        except (TransportError, IndexError, validate.Malformed) as problem:
-            self._bury()
-            raise EngineLoadError(f"{self._loading.engine}: loading damaged the worker: {problem}") from None
-        except EngineLoadError:
+        except (EngineLoadError, UnknownEngine):
             self._bury()
             raise
+        except (TransportError, IndexError, TypeError, validate.Malformed) as problem:
+            self._bury()
+            raise load_error(engine, f"loading it damaged the worker: {problem}") from None
 
     def _run(self, kind: int, payload: object, steps: int, name: Callable[[int], str]) -> _Outcome:
         if self._worker is None:
@@ -253,7 +263,7 @@ class Supervisor:
 class _Worker:
     """The supervisor's end of one worker process."""
 
-    def __init__(self, zygote: Zygote, *, cold: bool) -> None:
+    def __init__(self, zygote: Zygote, environment: Mapping[str, str], *, cold: bool) -> None:
         self.jobs = 0
         self.output = b""
         self.requests = Arena.create("paritree-requests")
@@ -263,7 +273,8 @@ class _Worker:
         os.set_blocking(self._printed, False)
         self._pidfd = -1
         try:
-            child = zygote.spawn((theirs.fileno(), self.requests.descriptor, self.records.descriptor, printed_end), cold=cold)
+            descriptors = (theirs.fileno(), self.requests.descriptor, self.records.descriptor, printed_end)
+            child = zygote.spawn(descriptors, environment, cold=cold)
         except BaseException:
             self._close()
             raise

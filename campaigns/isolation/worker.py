@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from campaigns.isolation import transport, validate
+from campaigns.isolation.errors import EngineLoadError, UnknownEngine
 from campaigns.isolation.execute import Progress, Sessions, describe, run_calls, run_tree
 from campaigns.isolation.transport import Arena, RecordWriter
 from spec.engine import Engine
@@ -136,7 +137,12 @@ class _Jobs:
         try:
             self._engine = named(loading.resolver)(loading.engine)
             description = describe(self._engine)
+        except UnknownEngine as problem:
+            self._writer.append({"unknown": validate.text_of(problem.args[0] if problem.args else problem)}, [])
+        except EngineLoadError as problem:
+            fields = (problem.path, problem.found, problem.expected, problem.remedy)
+            self._writer.append({"load_error": [validate.text_of(field) for field in fields]}, [])
         except BaseException as problem:
             self._writer.append({"error": str(problem) if isinstance(problem, validate.Malformed) else validate.described(problem)}, [])
-            return
-        self._writer.append({"description": transport.pack_description(description)}, [])
+        else:
+            self._writer.append({"description": transport.pack_description(description)}, [])

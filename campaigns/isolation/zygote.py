@@ -19,12 +19,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 PRELOADED = ("numpy", "spec.model", "spec.ops", "impls.registry", "campaigns.weights", "campaigns.isolation.worker")
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # a process with threads must not fork
-MESSAGE_MAX = 4096  # bytes
+MESSAGE_MAX = 1 << 16  # bytes; only an environment is ever long
 LOOK_AGAIN_MS = 1000  # how often a quiet zygote checks that its parent is still there
 REAP_S = 5.0  # a process killed but still there after this long hangs in the kernel (a driver), and waiting longer does not help
 _PR_SET_PDEATHSIG = 1
@@ -64,9 +65,9 @@ class Zygote:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def spawn(self, descriptors: tuple[int, int, int, int], *, cold: bool) -> Child:
-        """Start a worker on (control, requests, records, output): a fork of the zygote, or (cold) a new interpreter."""
-        reply, pidfds = self._ask({"do": "exec" if cold else "fork"}, descriptors)
+    def spawn(self, descriptors: tuple[int, int, int, int], environment: Mapping[str, str], *, cold: bool) -> Child:
+        """Start a worker on (control, requests, records, output): a fork of the zygote, or (cold) a new interpreter in `environment`."""
+        reply, pidfds = self._ask({"do": "exec", "environment": dict(environment)} if cold else {"do": "fork"}, descriptors)
         return Child(reply["pid"], pidfds[0])
 
     def reap(self, pid: int) -> int | None:
@@ -179,9 +180,10 @@ class _Server:
         if message["do"] == "reap":
             self._reply({"code": self._reap(message["pid"])})
             return
+        zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_worker(self._channel, descriptors, os.getppid(), cold=message["do"] == "exec")
+            _become_worker(self._channel, descriptors, zygote, message.get("environment"))
         self._workers.add(pid)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -239,7 +241,8 @@ def _children() -> list[int]:
 # In the worker, between its birth and `serve`
 
 
-def _become_worker(channel: socket.socket, descriptors: list[int], zygote: int, *, cold: bool) -> NoReturn:
+def _become_worker(channel: socket.socket, descriptors: list[int], zygote: int, environment: dict[str, str] | None) -> NoReturn:
+    """`environment` None: go on in this fork; otherwise start over in a new interpreter with these variables added."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
@@ -253,11 +256,12 @@ def _become_worker(channel: socket.socket, descriptors: list[int], zygote: int, 
         os.dup2(output, 2)
         os.close(output)
         channel.close()
-        if cold:
+        if environment is not None:
             for descriptor in (control, requests, records):
                 os.set_inheritable(descriptor, True)
             names = ",".join(map(str, (control, requests, records)))
-            os.execv(sys.executable, [sys.executable, "-c", _BOOT.format(module="zygote", main="cold_worker"), names, json.dumps(sys.path)])
+            arguments = [sys.executable, "-c", _BOOT.format(module="zygote", main="cold_worker"), names, json.dumps(sys.path)]
+            os.execve(sys.executable, arguments, {**os.environ, **environment})
         _serve(control, requests, records)
     except BaseException as problem:
         os.write(2, f"paritree: the worker's own code failed: {type(problem).__name__}: {problem}\n".encode())

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from campaigns.isolation import EngineLoadError, InProcess, IsolationError, Supervisor, TreeJob, Zygote, transport
+from campaigns.isolation import EngineLoadError, InProcess, IsolationError, Supervisor, TreeJob, UnknownEngine, Zygote, transport
 from campaigns.isolation.chain import TreeChain, target_ids
 from campaigns.isolation.deadline import Deadline
 from campaigns.isolation.transport import Arena, RecordWriter, TransportError, read_marks, read_records
@@ -174,9 +174,10 @@ def test_the_environment_of_a_worker_is_its_own(zygote: Zygote) -> None:
 
 
 def test_a_cold_worker_is_a_new_interpreter_with_the_same_verdicts(zygote: Zygote) -> None:
-    with supervisor("Segfault", zygote, cold=True) as isolated:
+    with supervisor("Segfault", zygote, cold=True, environment={"FROM_BIRTH": "1"}) as isolated:
         assert isolated.pid is not None
         assert "cold_worker" in " ".join(psutil.Process(isolated.pid).cmdline())
+        assert psutil.Process(isolated.pid).environ()["FROM_BIRTH"] == "1"  # what a preloaded sanitizer needs
         answers = isolated.calls([add_call(), add_call(1), add_call()])
     assert [is_right(answer) for answer in answers] == [True, False, True]
     assert answers[1].failure is not None and answers[1].failure.signal == signal.SIGSEGV
@@ -197,6 +198,16 @@ def test_an_engine_that_cannot_be_loaded_says_why(zygote: Zygote, engine: str, t
     with pytest.raises(EngineLoadError) as caught:
         supervisor(engine, zygote, load_s=SHORT_S if engine == "LoadHangs" else PATIENT_S)
     assert text in str(caught.value)
+
+
+def test_the_registry_is_the_default_resolver_and_its_errors_come_through(zygote: Zygote) -> None:
+    with Supervisor("golden", deadline_s=PATIENT_S, zygote=zygote) as isolated:
+        assert isolated.description.name == "golden"
+    with pytest.raises(UnknownEngine, match="did you mean 'golden'"):
+        Supervisor("goldn", deadline_s=PATIENT_S, zygote=zygote)
+    with pytest.raises(EngineLoadError) as caught:
+        Supervisor("./no/such/library.so", deadline_s=PATIENT_S, zygote=zygote)
+    assert caught.value.path == "./no/such/library.so" and caught.value.remedy
 
 
 # Nothing is left behind
