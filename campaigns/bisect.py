@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from campaigns.case import Case, OpCase, SessionCase, TreeCase
+from campaigns.fingerprint import Fingerprint
+from campaigns.isolation import Deadline, Supervisor
 from campaigns.materialise import op_call, session_script
 from campaigns.trial import Bench, golden_model, judged_call, session_judge
 from oracles.judgement import FINDINGS, Judgement
@@ -203,3 +205,27 @@ def tree_column(case: Case, judgement: Judgement) -> list[dict[str, Any]]:
                 "guilty": [judgement.token] if judgement.rung == "tree verify" and 0 <= judgement.token < len(parents) else [],
             })  # fmt: skip
     return rounds
+
+
+def first_bad(builds: list[str], case: Case, wanted: Fingerprint | None) -> str | None:
+    """The first engine of `builds` (oldest first, one change from good to bad) on which the case fails; None where the last one passes.
+
+    Raises EngineLoadError for a build that cannot be loaded: leave it out and ask again.
+    """
+
+    from campaigns.replay import replayed  # which reads capsules, which hold what this file finds
+
+    def fails(engine: str) -> bool:
+        with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+            return replayed(supervisor, case, wanted).reproduced > 0
+
+    if not builds or not fails(builds[-1]):
+        return None
+    low, high = 0, len(builds) - 1  # builds[high] is bad
+    while low < high:
+        middle = (low + high) // 2
+        if fails(builds[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return builds[high]

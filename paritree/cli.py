@@ -1,0 +1,456 @@
+"""paritree check ./libmyengine.so: the command line. Parses arguments and prints; every command's work is a function of campaigns or reports.
+
+Heavy imports happen inside the commands, so that `paritree --help` answers at once. Exit codes: 0 clean, 1 findings, 2 usage, 3 the engine
+could not be loaded, 4 internal error, 5 nothing verified, 130 interrupted; `replay --bisect`: 0, 1, 125.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+CLEAN, FINDINGS, USAGE, NOT_LOADABLE, INTERNAL, NOTHING, SKIP, INTERRUPTED = 0, 1, 2, 3, 4, 5, 125, 130
+DEFAULT_STORE = "paritree-out"
+CONFIG = "paritree.toml"
+SETTINGS = {"store": str, "engines": list, "trials": int, "budget": str, "jobs": int, "seed": int, "hazards": bool, "report": str}
+
+Options = argparse.Namespace
+
+
+class UsageError(Exception):
+    """A mistake of the user; the message says what was found, what is accepted and what to do."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is loaded: at these sizes more threads are slower
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options: Options | None = None
+    try:
+        options = parser(settings()).parse_args(words)
+        options.command_line = " ".join(["paritree", *words])
+        run: Callable[[Options], int] = options.run
+        return run(options)
+    except UsageError as problem:
+        return _failed(str(problem), USAGE, options)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `| head` has what it wanted
+        return CLEAN
+    except KeyboardInterrupt:
+        return _failed("interrupted; what was found is in the store", INTERRUPTED, options)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else USAGE
+    except Exception as problem:
+        code = _code_of(problem)
+        if code == INTERNAL and (os.environ.get("PARITREE_DEBUG") or getattr(options, "debug", False)):
+            raise
+        text = str(problem) if code != INTERNAL else f"internal error: {type(problem).__name__}: {problem}; run again with --debug for the traceback"
+        return _failed(text, SKIP if getattr(options, "bisect", False) is True else code, options)
+
+
+def _code_of(problem: Exception) -> int:
+    """By class name, so that no error class has to be imported for a command that did not fail."""
+    names = {cls.__name__ for cls in type(problem).__mro__}
+    if names & {"EngineLoadError", "NotLoadable", "UnknownEngine", "UnknownPlant", "NoCompiler", "BuildError"}:
+        return NOT_LOADABLE
+    if names & {"StoreError", "CapsuleError", "CaseError", "ConfigError", "UnknownRule", "Damaged", "WeightsKeyError"}:
+        return USAGE
+    return INTERNAL
+
+
+def _failed(message: str, code: int, options: Options | None) -> int:
+    if options is not None and getattr(options, "json", False):
+        print(json.dumps({"error": message, "exit_code": code}))
+    print(f"paritree: {message}", file=sys.stderr)
+    return code
+
+
+def settings() -> dict[str, Any]:
+    """Defaults of ./paritree.toml, table [paritree]. Raises UsageError."""
+    path = Path(CONFIG)
+    if not path.is_file():
+        return {}
+    try:
+        body = tomllib.loads(path.read_text("utf-8")).get("paritree", {})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as problem:
+        raise UsageError(f"{path}: {problem}; repair it or move it away") from None
+    for name, value in body.items():
+        if name not in SETTINGS:
+            raise UsageError(f"{path}: there is no setting {name!r}; there are {', '.join(SETTINGS)}")
+        if not isinstance(value, SETTINGS[name]):
+            raise UsageError(f"{path}: {name} is {value!r}, but must be of type {SETTINGS[name].__name__}")
+    return dict(body)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
+    out = _Parser(prog="paritree", description="Differential verification of LLM inference engines against an executable specification.")
+    out.add_argument("--version", action="store_true", help="print the version and end")
+    out.set_defaults(run=_no_command(out))
+    commands = out.add_subparsers(metavar="COMMAND")
+
+    def command(name: str, run: Callable[[Options], int], summary: str, *, store: bool = True) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary)
+        sub.add_argument("--json", action="store_true", help="one JSON document on stdout, everything else on stderr")
+        sub.add_argument("--debug", action="store_true", help="tracebacks for internal errors")
+        if store:
+            sub.add_argument("--store", default=defaults.get("store", DEFAULT_STORE), metavar="DIR", help="folder of the store (%(default)s)")
+        sub.set_defaults(run=run)
+        return sub
+
+    def campaign(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--jobs", type=_positive, default=defaults.get("jobs"), help="shards (one per core)")
+        sub.add_argument("--seed", type=int, default=defaults.get("seed", 0), help="of the campaign (%(default)s)")
+        sub.add_argument("--report", default=defaults.get("report"), metavar="FILE.html", help="write the page afterwards")
+        sub.add_argument("--no-hazards", dest="hazards", action="store_false", default=defaults.get("hazards", True), help="friendly memory layouts only")
+        sub.add_argument("--no-minimise", dest="minimise", action="store_false", help="report findings as they were met")
+        sub.add_argument("--commit", default="", help="commit of the engine, for the report")
+
+    sub = command("check", check, "is my engine right? operations, prefill, decode, tree verification, commit, whole loop")
+    sub.add_argument("engines", nargs="*", default=defaults.get("engines", []), metavar="ENGINE", help="name, PATH.so or MODULE:CLASS")
+    sub.add_argument("--trials", type=_positive, default=defaults.get("trials", 10_000), help="per engine (%(default)s)")
+    sub.add_argument("--budget", type=_budget, default=defaults.get("budget"), help="time or trials per engine: 90s, 30m, 2h, 5000")
+    sub.add_argument("--stop-at-first", action="store_true", help="stop looking after the first finding")
+    campaign(sub)
+
+    sub = command("nightly", nightly, "replay known findings, then look for new ones; new, known, fixed, changed, flaky")
+    sub.add_argument("engines", nargs="*", default=defaults.get("engines", []), metavar="ENGINE")
+    sub.add_argument("--engine", dest="more", action="append", default=[], metavar="ENGINE", help="the same, as an option")
+    sub.add_argument("--budget", type=_budget, default=defaults.get("budget", "30m"), help="time for everything (%(default)s)")
+    campaign(sub)
+
+    sub = command("judge", judge, "is this tensor right? one operation from a safetensors file", store=False)
+    sub.add_argument("dump", help="safetensors file with inputs.NAME and outputs.NAME")
+    sub.add_argument("--op", default="", help="operation (or metadata `op` of the file)")
+    sub.add_argument("--profile", default="", help="declared arithmetic (float32-any-order)")
+    sub.add_argument("--param", action="append", default=[], metavar="KEY=VALUE", help="parameter of the operation")
+
+    def finding(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("finding", metavar="FINDING", help="id in the store, folder of a capsule, or case file")
+        sub.add_argument("--engine", default="", help="another engine than the recorded one")
+
+    sub = command("replay", replay, "run the case of a finding again")
+    finding(sub)
+    sub.add_argument("--attempts", type=_positive, default=3, help="each in a fresh process (%(default)s)")
+    sub.add_argument("--bisect", action="store_true", help="for `git bisect run`: 0 good, 1 bad, 125 cannot be tested")
+
+    sub = command("shrink", shrink, "make the case of a finding smaller")
+    finding(sub)
+    sub.add_argument("--seconds", type=_positive, default=60, help="at most (%(default)s)")
+    sub.add_argument("--out", default="", metavar="DIR", help="write the capsule there")
+
+    sub = command("bisect", bisect, "where does it diverge? guilty operation, layer and token; then the build")
+    finding(sub)
+    sub.add_argument("--builds", nargs="+", default=[], metavar="ENGINE", help="engines from good to bad, oldest first: find the first bad one")
+
+    sub = command("report", report, "write the page of a store: one HTML file that opens offline")
+    sub.add_argument("--out", default="", metavar="FILE.html", help="(STORE/report.html)")
+
+    sub = command("merge", merge, "one store from several shards", store=False)
+    sub.add_argument("stores", nargs="+", metavar="STORE")
+    sub.add_argument("--into", required=True, metavar="STORE", help="a new folder")
+
+    sub = command("engines", engines, "known engines, and what they offer", store=False)
+    sub.add_argument("names", nargs="*", metavar="ENGINE", help="describe these")
+
+    sub = command("explain", explain, "a rule by its id: statement, example, source", store=False)
+    sub.add_argument("rules", nargs="*", metavar="RULE", help="T3, K1, M8, ...; none: all of them")
+
+    command("doctor", doctor, "is this machine fit? Python, compiler, cache, shared memory", store=False)
+    return out
+
+
+def _no_command(out: argparse.ArgumentParser) -> Callable[[Options], int]:
+    def run(options: Options) -> int:
+        if options.version:
+            import paritree
+
+            print(paritree.__version__)
+            return CLEAN
+        out.print_help()
+        return USAGE
+
+    return run
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return value
+
+
+def _budget(text: str) -> str:
+    budget_of(text)
+    return text
+
+
+def budget_of(text: str) -> tuple[float | None, int | None]:
+    """(seconds, trials) of 90s, 30m, 2h, 1d or a number of trials."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no budget: give 90s, 30m, 2h, or a number of trials")
+    if found[2]:
+        return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]], None
+    return None, int(float(found[1]))
+
+
+# ---- campaigns -----------------------------------------------------------------------------------------------------------------------
+
+
+def _campaign_options(options: Options) -> Any:
+    from campaigns import runner
+
+    seconds, trials = budget_of(options.budget) if options.budget else (None, None)
+    return runner.Options(
+        store=options.store, trials=trials or (10**9 if seconds else getattr(options, "trials", runner.TRIALS)), seconds=seconds, jobs=options.jobs,
+        seed=options.seed, hazards=options.hazards, minimise=options.minimise, stop_at_first=getattr(options, "stop_at_first", False),
+        command=options.command_line, budget=options.budget or "", commit=options.commit,
+    )  # fmt: skip
+
+
+def check(options: Options) -> int:
+    from campaigns import runner
+    from paritree import console
+
+    if not options.engines:
+        raise UsageError("check needs an engine: a name (`paritree engines`), PATH.so or MODULE:CLASS")
+    log = console.Log(quiet=options.json)
+    run_id, results = runner.check(options.engines, _campaign_options(options), log.progress)
+    log.end()
+    page = _page(options)
+    code = console.exit_code(results)
+    if options.json:
+        print(json.dumps({"run_id": run_id, "exit_code": code, "report": page, "engines": [result.plain() for result in results]}))
+    else:
+        for result in results:
+            print(console.ladder(result))
+        if page:
+            print(f"report: {page}")
+    return code
+
+
+def nightly(options: Options) -> int:
+    import dataclasses
+
+    from campaigns import nightly as night_module
+    from paritree import console
+
+    names = [*options.engines, *options.more]
+    if not names:
+        raise UsageError("nightly needs an engine: --engine NAME, PATH.so or MODULE:CLASS")
+    seconds, _ = budget_of(options.budget)
+    if seconds is None:
+        raise UsageError(f"--budget {options.budget}: nightly shares out time: give 30m or 2h")
+    log = console.Log(quiet=options.json)
+    night = night_module.nightly(names, dataclasses.replace(_campaign_options(options), purpose="nightly"), seconds, log.progress)
+    log.end()
+    page = _page(options)
+    verified = any(result.verified for result in night.results)
+    code = FINDINGS if night.failing else CLEAN if verified else NOTHING
+    if options.json:
+        groups = {status: [row["finding_id"] for row in rows] for status, rows in night.by_status().items()}
+        engines_ = [result.plain() for result in night.results]
+        print(json.dumps({"run_id": night.run_id, "exit_code": code, "report": page, "findings": groups, "accepted": sorted(night.accepted), "engines": engines_}))
+    else:
+        print(console.night(night))
+        if page:
+            print(f"report: {page}")
+    return code
+
+
+def _page(options: Options) -> str:
+    if not options.report:
+        return ""
+    from reports.page import write_report
+
+    return str(write_report(options.store, options.report))
+
+
+def report(options: Options) -> int:
+    from reports.page import write_report
+
+    out = write_report(options.store, options.out or Path(options.store) / "report.html")
+    print(json.dumps({"report": str(out)}) if options.json else out)
+    return CLEAN
+
+
+def merge(options: Options) -> int:
+    from reports.merge import merge as united
+
+    with united(options.stores, options.into) as store:
+        count = len(store.findings())
+    print(json.dumps({"store": options.into, "findings": count}) if options.json else f"{options.into}: {count} findings")
+    return CLEAN
+
+
+# ---- one case ------------------------------------------------------------------------------------------------------------------------
+
+
+def judge(options: Options) -> int:
+    from campaigns import recorded
+    from paritree import console
+
+    given: dict[str, int | float] = {}
+    for pair in options.param:
+        key, equals, value = pair.partition("=")
+        try:
+            given[key] = int(value) if re.fullmatch(r"[+-]?\d+", value) else float(value)
+        except ValueError:
+            raise UsageError(f"--param {pair}: give KEY=NUMBER") from None
+        if not equals:
+            raise UsageError(f"--param {pair}: give KEY=NUMBER")
+    case, inputs, outputs, profile = recorded.read_dump(Path(options.dump), options.op, given)
+    judgements = recorded.judged(case.op, inputs, outputs, profile=options.profile or profile, params=dict(case.params))
+    return console.print_judgements(judgements, as_json=options.json)
+
+
+def _stored(options: Options) -> tuple[Any, str]:
+    """(stored case, engine)."""
+    from campaigns import replay as replay_module
+
+    stored = replay_module.stored(options.finding, options.store)
+    engine = options.engine or stored.engine_spec
+    if not engine:
+        raise UsageError(f"{options.finding} does not say which engine it is about: give --engine")
+    return stored, engine
+
+
+def replay(options: Options) -> int:
+    from campaigns import replay as replay_module
+    from campaigns.isolation import Deadline, Supervisor
+    from paritree import console
+
+    stored, engine = _stored(options)
+    with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+        result = replay_module.replayed(supervisor, stored.case, stored.wanted, options.attempts)
+    fails = result.reproduced > 0 or (result.changed and not options.bisect)
+    code = FINDINGS if fails else CLEAN
+    if options.json:
+        body = {"finding": options.finding, "engine": engine, "status": result.status, "reproduced": result.reproduced, "attempts": result.attempts}
+        print(json.dumps(body | {"exit_code": code, "judgements": console.plain_judgements(result.outcome.judgements)}))
+    else:
+        print(f"{options.finding}: {result.status}, failed again in {result.reproduced} of {result.attempts} replays")
+        worst = result.outcome.worst
+        if worst is not None and worst.message:
+            print(f"  {worst.verdict}: {worst.message}")
+    return code
+
+
+def shrink(options: Options) -> int:
+    from campaigns import capsule, fingerprint, minimise
+    from campaigns.case import to_json
+    from campaigns.isolation import Deadline, Supervisor
+    from campaigns.reduce import nodes_of
+    from campaigns.trial import Bench
+
+    stored, engine = _stored(options)
+    with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+        name = supervisor.description.name
+        found = fingerprint.first(name, list(Bench(supervisor).outcome(stored.case).judgements))
+        if found is None:
+            print(json.dumps({"status": "passes"}) if options.json else f"{options.finding}: passes on {engine}, there is nothing to shrink")
+            return CLEAN
+    smallest = minimise.minimum(engine, stored.case, found[0], seconds=options.seconds)
+    if smallest is None:
+        print(json.dumps({"status": "flaky"}) if options.json else f"{options.finding}: did not fail again; it is flaky or needs what ran before")
+        return FINDINGS
+    line = to_json(smallest.case)
+    if options.out:
+        with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+            capsule.write(Path(options.out), engine, Bench(supervisor), smallest.case, smallest.judgement, finding_id=stored.finding_id or Path(options.out).name)
+    if options.json:
+        print(json.dumps({"status": "smaller", "case": json.loads(line), "nodes": nodes_of(smallest.case), "checks": smallest.checks, "out": options.out}))
+    else:
+        print(f"{capsule.in_words(smallest.case)}\n  {smallest.judgement.message}\n  after {smallest.checks} runs of the engine\n{line}")
+        if options.out:
+            print(f"capsule: {options.out}")
+    return FINDINGS
+
+
+def bisect(options: Options) -> int:
+    from campaigns import bisect as bisect_module
+    from campaigns.isolation import Deadline, Supervisor
+    from campaigns.trial import Bench
+    from paritree import console
+
+    if options.builds and not options.engine:
+        options.engine = options.builds[-1]
+    stored, engine = _stored(options)
+    with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+        location = bisect_module.located(Bench(supervisor), stored.case)
+    first_bad = bisect_module.first_bad(options.builds, stored.case, stored.wanted) if options.builds else None
+    if location is None:
+        print(json.dumps({"status": "passes"}) if options.json else f"{options.finding}: passes on {engine}")
+        return CLEAN
+    if options.json:
+        print(json.dumps(bisect_module.bisect_column(location) | {"stations": bisect_module.trace_column(location), "first_bad_build": first_bad}))
+    else:
+        print(console.location(location))
+        if first_bad is not None:
+            print(f"first bad build: {first_bad}")
+    return FINDINGS
+
+
+# ---- about -----------------------------------------------------------------------------------------------------------------------------
+
+
+def engines(options: Options) -> int:
+    from campaigns.about import engine_facts
+    from impls.registry import known_engines
+
+    if not options.names:
+        names = known_engines()
+        print(json.dumps({"engines": list(names)}) if options.json else "\n".join([*names, "", "other forms: ./library.so, MODULE:CLASS, blocked:NAME, native:PLANT"]))
+        return CLEAN
+    facts = [engine_facts(name) for name in options.names]
+    if options.json:
+        print(json.dumps({"engines": facts}))
+    else:
+        for fact in facts:
+            print("\n".join(f"{key:13} {', '.join(value) if isinstance(value, list) else value}" for key, value in fact.items()), end="\n\n")
+    return CLEAN
+
+
+def explain(options: Options) -> int:
+    from spec.rules import RULES, rule
+
+    found = [rule(name) for name in options.rules] if options.rules else list(RULES.values())
+    if options.json:
+        print(json.dumps([{"id": r.id, "statement": r.statement, "example": r.example, "source": r.source} for r in found]))
+    elif options.rules:
+        for r in found:
+            print(f"{r.id}  {r.statement}\n\n  example  {r.example}\n  source   {r.source}\n")
+    else:
+        print("\n".join(f"{r.id:4} {r.statement}" for r in found))
+    return CLEAN
+
+
+def doctor(options: Options) -> int:
+    from campaigns.about import machine_facts
+
+    facts = machine_facts()
+    if options.json:
+        print(json.dumps({"facts": facts}))
+    else:
+        for fact in facts:
+            print(f"{'ok ' if fact['ok'] else 'BAD'} {fact['name']:22} {fact['found']}" + (f"\n      {fact['advice']}" if not fact["ok"] else ""))
+    return CLEAN if all(fact["ok"] for fact in facts) else FINDINGS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

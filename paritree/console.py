@@ -1,0 +1,154 @@
+"""What the command line prints: progress, the ladder, nights, locations. Rounding never turns a divergence into 0 or a rate into 100 %."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict
+
+if TYPE_CHECKING:
+    from campaigns.bisect import Location
+    from campaigns.nightly import Night
+    from campaigns.runner import EngineResult
+
+LINE_EVERY_S = 10.0  # in a log; on a terminal the line is rewritten
+PASSING = (Verdict.EXACT, Verdict.WITHIN_BOUND, Verdict.TIE)
+
+
+class Log:
+    """Progress on stderr: one rewritten line on a terminal, a plain line now and then elsewhere."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._terminal = sys.stderr.isatty()
+        self._said = time.monotonic()
+        self._open = False
+
+    def progress(self, engine: str, event: Mapping[str, Any]) -> None:
+        if self._quiet:
+            return
+        if event["event"] == "progress":
+            text = f"{engine}: {event['trials']:,} trials, {event['frozen']:,} frozen-mix sessions, {event['failing']:,} failing"
+            if self._terminal:
+                print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+                self._open = True
+            elif time.monotonic() - self._said > LINE_EVERY_S:
+                self._said = time.monotonic()
+                print(text, file=sys.stderr, flush=True)
+            return
+        self.end()
+        if event["event"] == "finding":
+            note = f" [{event['note']}]" if event.get("note") else ""
+            print(f"{engine}: {event['finding_id']} {event['status']}{note}: {first_line(event['message'])}", file=sys.stderr, flush=True)
+        elif event["event"] == "minimised":
+            result = f"smallest case after {event['checks']} checks" if event["minimal"] else event["note"]
+            print(f"{engine}: {event['finding_id']} {result}", file=sys.stderr, flush=True)
+        elif event["event"] == "replay":
+            counts = f", {event['reproduced']} of {event['attempts']} replays fail" if "reproduced" in event else ""
+            print(f"{engine}: {event['finding_id']} {event['status']}{counts}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._open:
+            print(file=sys.stderr)
+            self._open = False
+
+
+def first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""
+
+
+def exit_code(results: Iterable[EngineResult]) -> int:
+    """1 where anything was found, 5 where an engine had nothing that could be verified, else 0."""
+    every = list(results)
+    if any(result.findings or result.failing for result in every):
+        return 1
+    return 5 if any(not result.verified for result in every) else 0
+
+
+def ladder(result: EngineResult) -> str:
+    """One engine: trials, a line per rung, findings."""
+    lines = [f"{result.engine}: {result.trials:,} trials in {result.seconds:.0f} s, {result.frozen:,} frozen-mix sessions, {result.verified:,} values compared"]
+    if result.nothing:
+        lines.append(f"  nothing to check: {result.nothing}")
+    for rung in RUNGS:
+        tally = result.tallies.get(rung)
+        if tally is None:
+            lines.append(f"  {'-':4} {rung:18} not reached")
+            continue
+        verdicts = tally["verdicts"]
+        failing = sum(verdicts.get(str(v), 0) for v in FINDINGS)
+        passing = sum(verdicts.get(str(v), 0) for v in PASSING)
+        total = sum(verdicts.values())
+        mark = "FAIL" if failing else "ok" if passing else "?"
+        others = ", ".join(f"{name} {count:,}" for name, count in sorted(verdicts.items()) if Verdict(name) not in PASSING)
+        detail = f"; {others}" if others else ""
+        lines.append(f"  {mark:4} {rung:18} {passing:,} of {total:,} trials pass, {share(tally['unverified'], tally['unverified'] + tally['checked'])} unverified{detail}")
+    if result.first_failing_rung:
+        lines.append(f"  first failing rung: {result.first_failing_rung}")
+    for event in result.findings.values():
+        lines += [f"  {event['finding_id']} {event.get('status', '')}: {first_line(event['message'])}"]
+        if event.get("located"):
+            lines.append(f"      at {first_line(event['located'])}")
+        if event.get("note"):
+            lines.append(f"      {event['note']}")
+        lines.append(f"      paritree replay {event['finding_id']} --engine {result.engine}")
+    return "\n".join(lines)
+
+
+def share(part: int, whole: int) -> str:
+    """A percentage that is 0 % or 100 % only where it is exactly that."""
+    if not whole or not part:
+        return "0 %"
+    if part == whole:
+        return "100 %"
+    percent = 100 * part / whole
+    return f"{min(99.99, max(0.01, percent)):.2f} %"
+
+
+def night(result: Night) -> str:
+    lines = [ladder(one) for one in result.results]
+    for status, rows in result.by_status().items():
+        for row in rows:
+            accepted = " (accepted in the ledger)" if row["finding_id"] in result.accepted else ""
+            lines.append(f"{status:9} {row['finding_id']} {row['engine']} {row['verdict']} {row['op'] or row['rule']} ({row['rung']}){accepted}: {first_line(row['message'])}")
+    counts = ", ".join(f"{len(rows)} {status}" for status, rows in result.by_status().items() if rows)
+    lines.append(counts or "nothing found")
+    return "\n".join(lines)
+
+
+def location(found: Location) -> str:
+    lines = [found.sentence(), f"  {found.note}"]
+    for station in found.stations:
+        here = "  <- here" if (station.tap, station.layer) == (found.judgement.tap, found.judgement.layer) else ""
+        lines.append(f"  layer {station.layer:3} {station.tap:16} relative error {station.relative_error:8.2e}  share of bound {station.share:8.2e}{here}")
+    if found.stations:
+        lines.append(f"  the step's token {'changes' if found.token_changed else 'stays'}")
+    return "\n".join(lines)
+
+
+def plain_judgements(judgements: Iterable[Judgement]) -> list[dict[str, Any]]:
+    return [{key: _plain(value) for key, value in dataclasses.asdict(j).items()} for j in judgements]
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity and no NaN."""
+    if isinstance(value, float) and value - value != 0:
+        return str(value)
+    return str(value) if isinstance(value, Verdict) else value
+
+
+def print_judgements(judgements: list[Judgement], *, as_json: bool) -> int:
+    """Exit code: 1 for a finding, 5 where nothing could be verified."""
+    wrong = any(j.verdict in FINDINGS for j in judgements)
+    code = 1 if wrong else 0 if any(j.verdict in PASSING for j in judgements) else 5
+    if as_json:
+        print(json.dumps({"exit_code": code, "judgements": plain_judgements(judgements)}))
+    else:
+        for j in judgements:
+            print(f"{j.verdict:13} {j.tap}: {j.message or f'{j.checked:,} values, largest share of the bound {j.share:.3g}'}")
+    return code
