@@ -51,11 +51,11 @@ void check_path(const int32_t* path, int64_t path_count, int64_t pending);
 template <class Move>
 int64_t compact(const int32_t* path, int64_t path_count, Move move) {
   for (int64_t j = 0; j < path_count; ++j) {
+    int64_t from = path[j];
 #ifdef PARITREE_PLANT_COMPACT_FIRST
-    move(j, j);
-#else
-    move(static_cast<int64_t>(path[j]), j);
+    from = j;
 #endif
+    move(from, j);
   }
   return path_count;
 }
