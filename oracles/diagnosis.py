@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oracles.ball import Ball, Wide
+from oracles.ball import Ball, Wide, concatenate
 from oracles.compare import Near, close_number
 from oracles.judgement import Judgement, Verdict
-from oracles.ops import rope
+from oracles.ops import matmul, o_latent, q_absorb, rope, scores, softmax
 
 if TYPE_CHECKING:
     from oracles.session import Walked
+
+
+REGION = ("o_latent", "o_heads", "attn_out")
+ROWS_TRIED = 8
 
 
 def refine(
@@ -32,6 +36,10 @@ def refine(
         return _position(judgement, walked, name, near, values, failing, row)
     if name == "probs":
         return _weights(judgement, walked, near, values, row, index)
+    if name == "scores":
+        return _moved_keys(judgement, walked, near, values, row)
+    if name in REGION and not walked.has("probs", layer):
+        return _visibility(judgement, walked, name, layer, values, failing)
     return judgement
 
 
@@ -102,6 +110,59 @@ def _weights(
             judgement, "C3", f"the weights of the keys that it sees add up to {close_number(total, 1.0)}, so it looks at another key"
         )
     return judgement
+
+
+def _moved_keys(judgement: Judgement, walked: Walked, near: Near, values: NDArray[Any], row: int) -> Judgement:
+    """K1: each failing score of the row is that of another row's key, which stands where the right one should."""
+    history = walked.history
+    span = history.span_of(row)
+    rad = 0.0 if near.ball.rad is None else near.ball.rad[row]
+    wrong = history.visible[row] & ~(np.abs(values[row] - near.ball.mid[row]) <= rad).all(0)
+    ball = _scores_of(walked, row)
+    assert ball.rad is not None
+    named = []
+    for key in np.flatnonzero(wrong).tolist():
+        found = values[row, :, key : key + 1].astype(np.float64)
+        match = np.flatnonzero((np.abs(found - ball.mid[0]) <= ball.rad[0]).all(0))
+        if not len(match) or key not in span.committed:
+            return judgement
+        named.append((key, int(match[0])))
+    key, other = named[0]
+    return _told(judgement, "K1", f"{key_name(walked, row, key)} scores like {key_name(walked, row, other)}", "compact")
+
+
+def _scores_of(walked: Walked, row: int) -> Ball:
+    """[1, H, T]: the scores of one row against every key ever written."""
+    query = concatenate([walked.seen("q_absorb")[row : row + 1], walked.seen("q_rope")[row : row + 1]], -1)
+    keys = concatenate([walked.seen("latent"), walked.seen("k_rope")], -1)
+    return scores.bound(query, keys, walked.model.scale, walked.arithmetic)
+
+
+def _visibility(
+    judgement: Judgement, walked: Walked, name: str, layer: int, values: NDArray[Any], failing: NDArray[np.bool_]
+) -> Judgement:  # fmt: skip
+    """C3, C6, K1, K2: no weights were shown, but one mistake about what rows see explains every failing row that is tried."""
+    rows = np.flatnonzero(failing)[:ROWS_TRIED].tolist()
+    told = [{sentence: (rule, seen) for rule, sentence, seen in hypotheses(walked, row)} for row in rows]
+    for sentence, (rule, _) in told[0].items():
+        seen = [of_row[sentence][1] if sentence in of_row else None for of_row in told]
+        if all(s is not None and _explains(walked, name, layer, values, row, s) for row, s in zip(rows, seen, strict=True)):
+            return _told(judgement, rule, sentence, "compact" if rule.startswith("K") else "softmax")
+    return judgement
+
+
+def _explains(walked: Walked, name: str, layer: int, values: NDArray[Any], row: int, seen: NDArray[np.bool_]) -> bool:
+    """Whether the tap's row is what it would be if the row looked at `seen`, and not what it must be."""
+    if (seen == walked.history.visible[row]).all() or not seen.any():
+        return False
+    a, balls = walked.arithmetic, walked.model.balls
+    weights = softmax.bound(_scores_of(walked, row), seen[None, None], a)
+    ball = o_latent.bound(weights, walked.seen("latent"), int(seen.sum()), a)
+    if name != "o_latent":
+        ball = q_absorb.bound(ball, balls[f"{layer}.w_vc"], a)
+    if name == "attn_out":
+        ball = matmul.bound(ball.reshape(1, -1), balls[f"{layer}.o"], a)
+    return within(values[row : row + 1].astype(np.float64), ball)
 
 
 def key_name(walked: Walked, row: int, key: int) -> str:

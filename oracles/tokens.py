@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oracles.compare import close_number
-from oracles.judgement import Judgement, Verdict
+from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.noise import Noise, Rows, noise
 from spec.script import Script, Step
 
@@ -34,14 +34,16 @@ def judge_tokens(judge: SessionJudge, script: Script, answered: list[tuple[int, 
     differs = found != due
     chained = proof_chain(walked)[history.wanted]
     bound = None
-    if not walked.tapped or (differs & ~chained).any():
+    # what no chain of taps proves is held against the statistical bound, unless the location of a mistake is known already
+    statistical = not walked.tapped or (not chained.all() and not any(j.verdict in FINDINGS for j in walked.judgements))
+    if statistical or (differs & ~chained).any():
         bound = noise(judge.prepared, Rows(history.token, history.position, history.visible, history.wanted), walked.profile)
     out = []
     for rung, rows in history.rungs.items():
         at = np.flatnonzero(np.isin(history.wanted, rows))
         if not len(at):
             continue
-        if not walked.tapped and bound is not None:
+        if statistical and bound is not None and not chained[at].all():
             out.append(_logits(walked, own, bound, at, rung, judge.model.config.layers))
         place: dict[str, Any] = {"op": "argmax", "tap": "token", "rung": rung, "layer": judge.model.config.layers}
         bad = at[differs[at]]

@@ -70,7 +70,15 @@ def walk(
     taps: Taps,
     a: Arithmetic,
 ) -> Ball:
-    """The logits of the `wanted` rows, as the taps left them."""
+    """The logits of the `wanted` rows, as the taps left them. Radii of long regions may overflow: they say nothing anyway."""
+    with np.errstate(all="ignore"):
+        return _walk(model, token, position, visible, wanted, taps, a)
+
+
+def _walk(
+    model: JudgeModel, token: NDArray[np.int64], position: NDArray[np.int64], visible: NDArray[np.bool_], wanted: NDArray[np.intp], taps: Taps,
+    a: Arithmetic,
+) -> Ball:  # fmt: skip
     c, last = model.config, model.config.layers
     cos, sin = (table.astype(np.float64) for table in model.rotary.tables(position))
     x = taps.meet("embed", -1, row_ball(model.embed[token], a))
