@@ -24,6 +24,12 @@ def engine(name: str | None = None) -> BlockedEngine:
         return BlockedEngine(mutants.OVERRIDES[name], name=f"blocked:{name}")
     if name in benign.VARIANTS:
         variant = benign.VARIANTS[name]
-        return BlockedEngine(variant.points, name=f"blocked:{name}", profile=variant.profile, hidden_taps=variant.hidden_taps)
+        return BlockedEngine(
+            variant.points,
+            name=f"blocked:{name}",
+            profile=variant.profile,
+            hidden_taps=variant.hidden_taps,
+            hidden_ops=variant.hidden_ops,
+        )
     known = ", ".join([*mutants.OVERRIDES, *benign.VARIANTS])
     raise LookupError(f"there is no plant or variant {name!r} of the blocked engine: choose one of {known}")

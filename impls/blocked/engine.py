@@ -24,7 +24,8 @@ CAPABILITIES = frozenset({"run_op", "forward", "taps", "commit", "cache_rows", "
 
 
 class BlockedEngine:
-    """`spec.engine.Engine`. `points` replaces named points (impls/blocked/points.py); `hidden_taps` are not offered."""
+    """`spec.engine.Engine`. `points` replaces named points (impls/blocked/points.py); `hidden_taps` and `hidden_ops` are not
+    offered."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class BlockedEngine:
         name: str = "blocked",
         profile: Profile | None = None,
         hidden_taps: frozenset[str] = frozenset(),
+        hidden_ops: frozenset[str] = frozenset(),
     ) -> None:
         self._overrides: Overrides = points or {}
         self._description = Description(
@@ -40,7 +42,7 @@ class BlockedEngine:
             version="1",
             profile=profile or Profile(),
             capabilities=CAPABILITIES,
-            ops=frozenset(_OPS),
+            ops=frozenset(_OPS) - hidden_ops,
             taps=frozenset(all_tap_names()) - hidden_taps,
         )
         with_overrides(self._overrides)  # an unknown point shows here, not at the first call
@@ -50,8 +52,8 @@ class BlockedEngine:
 
     def run_op(self, op: str, inputs: Inputs, params: Params, outputs: Mapping[str, NDArray[Any]]) -> None:
         """Fill `outputs`. Raises Unsupported for an unknown op, EngineError for inputs outside the op's rules."""
-        if op not in _OPS:
-            raise Unsupported(f"there is no op {op!r}")
+        if op not in self._description.ops:
+            raise Unsupported(f"{self._description.name} has no op {op!r}")
         points = with_overrides(self._overrides)
         found = _OPS[op](points, {name: points.operand(value) for name, value in inputs.items()}, params)
         for name, value in found.items():
