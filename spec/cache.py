@@ -7,14 +7,17 @@ does not widen the whole prefix again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spec.arithmetic import Float, Prepared, Wide, prepare_wide, row_bounds
+from spec.arithmetic import Prepared, prepare_wide, row_bounds
 from spec.config import Config
+from spec.exact import Float, Wide
 
 FIRST_CAPACITY = 64
+Number = TypeVar("Number", bound=np.floating[Any])
 
 
 class LatentCache:
@@ -72,9 +75,9 @@ class LatentCache:
         return other
 
     def _resize(self, capacity: int) -> None:
-        def wider(array: NDArray[np.floating]) -> NDArray[np.floating]:
+        def longer(array: NDArray[Number]) -> NDArray[Number]:
             new = np.empty((array.shape[0], capacity, *array.shape[2:]), array.dtype)
             new[:, : self.length] = array[:, : self.length]
             return new
 
-        self._rows, self._wide, self._bounds = wider(self._rows), wider(self._wide), wider(self._bounds)
+        self._rows, self._wide, self._bounds = longer(self._rows), longer(self._wide), longer(self._bounds)

@@ -100,7 +100,7 @@ class Config:
     @property
     def softmax_scale(self) -> float:
         """(nope_dim + rope_dim)^-1/2 * mscale(factor, mscale_all_dim)^2, a double; engines receive its float32 (rule M5)."""
-        scale = (self.nope_dim + self.rope_dim) ** -0.5
+        scale: float = (self.nope_dim + self.rope_dim) ** -0.5
         if self.yarn is not None and self.yarn.mscale_all_dim:
             scale *= yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
         return scale

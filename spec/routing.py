@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spec.arithmetic import Float, add, sigmoid, softmax, top_k_weights
+from spec.arithmetic import add, sigmoid, softmax, top_k_weights
 from spec.config import Config
+from spec.exact import Float
 
 Ids = NDArray[np.int32]
 

@@ -293,6 +293,28 @@ def test_the_denominator_eps_decides_rows_that_underflowed() -> None:
     assert arithmetic.top_k_weights(tiny, 1.0, True, 1e-20)[0, 0] < 1e-9
 
 
+@pytest.mark.parametrize("bits", [26, 32])
+def test_exp_and_log_as_bad_as_the_allowance_change_nothing(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With LIBM at 2**-bits and relative errors of that size planted, many elements are doubtful; the results stay what they are."""
+    x, up = regime("ordinary", (40, 9)) * np.float32(5), regime("ordinary", (40, 9), "up")
+    seen = up > -1
+
+    def results() -> list[np.ndarray]:
+        return [arithmetic.sigmoid(x), arithmetic.swiglu(x, up), arithmetic.softmax(x, seen), arithmetic.log_sum_exp(x)]
+
+    expected = results()
+    draw = philox("bad libm", bits)
+
+    def bad(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        return lambda value, out=None: function(value) * (1 + draw.uniform(-1, 1, np.shape(value)) * 2.0**-bits)
+
+    monkeypatch.setattr(arithmetic, "LIBM", 2.0**-bits)
+    monkeypatch.setattr(np, "exp", bad(np.exp))
+    monkeypatch.setattr(np, "log", bad(np.log))
+    for actual, wanted in zip(results(), expected, strict=True):
+        assert_same_bits(actual, wanted)
+
+
 # ---- conventions ------------------------------------------------------------------------------------------------
 def test_zero_is_positive_everywhere() -> None:
     minus, one = np.array([[-0.0, -0.0]], np.float32), np.array([[1.0, 1.0]], np.float32)

@@ -363,6 +363,7 @@ def test_cache_rows_are_a_copy() -> None:
     session = model.open()
     feed(session, 0, tokens[:5], [5])
     session.cache_rows(0, 0)[:] = np.nan
+    assert np.isfinite(session.cache_rows(0, 0)).all()
     assert np.array_equal(forward(session, chain(0, tokens[5:], 5))[0], model.sequence_logits(tokens)[5])
 
 

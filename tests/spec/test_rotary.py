@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
 
@@ -23,6 +24,7 @@ CASES: dict[str, Config] = {
     "mscale differs": preset("small", rope_dim=12),
     "mscale absent": preset("tiny", yarn=Yarn(factor=8.0, original_len=128, mscale=0.0, mscale_all_dim=1.0)),
     "factor below 1": preset("tiny", yarn=Yarn(factor=0.5, original_len=128, mscale=0.7)),
+    "ramp beyond the last pair": preset("tiny", rope_theta=100.0, yarn=Yarn(factor=4.0, original_len=4096)),
     "K2.5": preset("tiny", rope_dim=64, rope_theta=50000.0, yarn=Yarn(factor=64.0, original_len=4096)),
 }
 
@@ -79,11 +81,19 @@ def test_the_exact_path_gives_the_same_entries() -> None:
             assert sin[row, i] == exact.nearest32_decimal(partial(entry, config, position, i, decimal_sin))
 
 
-def test_doubtful_entries_are_decided_by_the_exact_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an allowance of 2**-24 most entries are doubtful; the tables stay what they are."""
-    expected = Rotary(CASES["tiny"]).tables(np.arange(40))
-    monkeypatch.setattr(rotary, "LIBM", 2.0**-24)
-    for actual, wanted in zip(Rotary(CASES["tiny"]).tables(np.arange(40)), expected, strict=True):
+@pytest.mark.parametrize("bits", [24, 28])
+def test_cos_and_sin_as_bad_as_the_allowance_change_nothing(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the allowance at 2**-bits and errors of that size planted, many entries are doubtful; the tables stay what they are."""
+    expected = Rotary(CASES["tiny"]).tables(POSITIONS)
+    draw = philox("bad libm", bits)
+
+    def bad(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda x: function(x) * (1 + draw.uniform(-1, 1, x.shape) * 2.0**-bits)
+
+    monkeypatch.setattr(rotary, "LIBM", 2.0**-bits)
+    monkeypatch.setattr(np, "cos", bad(np.cos))
+    monkeypatch.setattr(np, "sin", bad(np.sin))
+    for actual, wanted in zip(Rotary(CASES["tiny"]).tables(POSITIONS), expected, strict=True):
         assert np.array_equal(actual, wanted)
 
 
