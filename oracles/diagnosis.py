@@ -141,23 +141,23 @@ def _scores_of(walked: Walked, row: int) -> Ball:
 def _visibility(
     judgement: Judgement, walked: Walked, name: str, layer: int, values: NDArray[Any], failing: NDArray[np.bool_]
 ) -> Judgement:  # fmt: skip
-    """C3, C6, K1, K2: no weights were shown, but one mistake about what rows see explains every failing row that is tried."""
-    rows = np.flatnonzero(failing)[:ROWS_TRIED].tolist()
-    told = [{sentence: (rule, seen) for rule, sentence, seen in hypotheses(walked, row)} for row in rows]
+    """C3, C6, K1, K2: no weights were shown, but one mistake about what rows see explains every failing row of the step that is tried."""
+    rows = np.flatnonzero(failing & (walked.history.step == judgement.step))[:ROWS_TRIED].tolist()
+    told = [{sentence: (rule, keys) for rule, sentence, keys in hypotheses(walked, row)} for row in rows]
     for sentence, (rule, _) in told[0].items():
-        seen = [of_row[sentence][1] if sentence in of_row else None for of_row in told]
-        if all(s is not None and _explains(walked, name, layer, values, row, s) for row, s in zip(rows, seen, strict=True)):
+        keys = [of_row[sentence][1] if sentence in of_row else None for of_row in told]
+        if all(k is not None and _explains(walked, name, layer, values, row, k) for row, k in zip(rows, keys, strict=True)):
             return _told(judgement, rule, sentence, "compact" if rule.startswith("K") else "softmax")
     return judgement
 
 
-def _explains(walked: Walked, name: str, layer: int, values: NDArray[Any], row: int, seen: NDArray[np.bool_]) -> bool:
-    """Whether the tap's row is what it would be if the row looked at `seen`, and not what it must be."""
-    if (seen == walked.history.visible[row]).all() or not seen.any():
+def _explains(walked: Walked, name: str, layer: int, values: NDArray[Any], row: int, keys: NDArray[np.intp]) -> bool:
+    """Whether the tap's row is what it would be if the row looked at `keys`, and not at those that it must see."""
+    if not len(keys) or np.array_equal(np.sort(keys), np.flatnonzero(walked.history.visible[row])):
         return False
     a, balls = walked.arithmetic, walked.model.balls
-    weights = softmax.bound(_scores_of(walked, row), seen[None, None], a)
-    ball = o_latent.bound(weights, walked.seen("latent"), int(seen.sum()), a)
+    weights = softmax.bound(_scores_of(walked, row)[:, :, keys], np.ones((1, 1, len(keys)), np.bool_), a)
+    ball = o_latent.bound(weights, walked.seen("latent")[keys], len(keys), a)
     if name != "o_latent":
         ball = q_absorb.bound(ball, balls[f"{layer}.w_vc"], a)
     if name == "attn_out":
@@ -168,15 +168,17 @@ def _explains(walked: Walked, name: str, layer: int, values: NDArray[Any], row: 
 def key_name(walked: Walked, row: int, key: int) -> str:
     """A key in words, from where `row` stands."""
     history = walked.history
+    place = f"row {int(history.row[key])} of step {int(history.step[key])}"
     if history.sequence[key] != history.sequence[row]:
-        return f"a row of sequence {int(history.sequence[key])}"
+        return f"{place}, of sequence {int(history.sequence[key])}"
     if key == row:
         return "itself"
     if history.batch[key] == history.batch[row]:
         if history.visible[row, key]:
             return f"its ancestor, row {int(history.row[key])}"
         return f"row {int(history.row[key])} of another branch" if key < row else f"row {int(history.row[key])}, which comes later"
-    return f"the key at position {int(history.position[key])} (row {int(history.row[key])} of step {int(history.step[key])})"
+    kept = key in history.span_of(row).committed
+    return f"{place}" if kept else f"{place}, which was rejected"
 
 
 def of_cache(
@@ -207,32 +209,39 @@ def of_cache(
     )  # fmt: skip
 
 
-def hypotheses(walked: Walked, row: int) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
-    """(rule, sentence, what the row would see instead) for the usual mistakes about visibility and the cache."""
+def hypotheses(walked: Walked, row: int) -> Iterator[tuple[str, str, NDArray[np.intp]]]:
+    """(rule, sentence, keys that the row would see instead, repeated where a slot holds a copy) for the usual mistakes."""
     history = walked.history
     span = history.span_of(row)
-    same_batch = (history.batch == history.batch[row]) & (history.sequence == history.sequence[row])
-    earlier = np.arange(len(history)) <= row
-    committed = np.zeros(len(history), np.bool_)
-    committed[span.committed] = True
-    truth = history.visible[row]
-    ancestors = truth & same_batch
-    yield "C3", "it looks at every earlier row of its batch, not only at its ancestors", committed | (same_batch & earlier)
-    yield "C3", "it looks at every row of its sequence in the batch", committed | same_batch
-    yield "C3", "it looks at its siblings", truth | (same_batch & (history.parent == history.parent[row]))
-    alone = np.zeros(len(history), np.bool_)
-    alone[row] = True
-    yield "C3", "it does not look at its ancestors in the batch", committed | alone
+    everyone = np.arange(len(history))
+    same_batch = history.batch == history.batch[row]
+    batch = everyone[same_batch & (history.sequence == history.sequence[row])]
+    ancestors = everyone[history.visible[row] & same_batch]
+    committed = span.committed
+
+    def keys(*parts: NDArray[np.intp]) -> NDArray[np.intp]:
+        return np.concatenate(parts).astype(np.intp)
+
+    yield "C3", "it looks at every earlier row of its batch, not only at its ancestors", keys(committed, batch[batch <= row])
+    yield "C3", "it looks at every row of its sequence in the batch", keys(committed, batch)
+    siblings = batch[(history.parent[batch] == history.parent[row]) & (batch != row)]
+    yield "C3", "it looks at its siblings", keys(committed, ancestors, siblings)
+    yield "C3", "it does not look at its ancestors in the batch", keys(committed, np.array([row]))
     yield "C3", "it does not look at the committed prefix", ancestors
-    yield "C3", "it does not look at itself", truth & ~alone
-    yield "C6", "it looks at rows of other sequences in its batch", committed | (history.batch == history.batch[row])
-    dropped = np.zeros(len(history), np.bool_)
-    first = np.zeros(len(history), np.bool_)
-    for step, sequence, pending, kept in history.commits:
-        if step < history.step[row] and sequence == history.sequence[row]:
-            dropped[np.setdiff1d(pending, kept)] = True
-            if np.isin(kept, span.committed).all():
-                first[pending[: len(kept)]] = True
-    yield "K2", "it looks at rejected rows of earlier steps", truth | dropped
-    if (first != committed).any():
-        yield "K1", "the cache holds the first rows of each batch instead of those on the path", first | ancestors
+    yield "C3", "it does not look at itself", keys(committed, ancestors[ancestors != row])
+    yield "C6", "it looks at rows of other sequences in its batch", keys(committed, everyone[same_batch])
+    commits = [c for c in history.commits if c[0] < history.step[row] and c[1] == history.sequence[row]]
+    if not commits:
+        return
+    _, _, pending, kept = commits[-1]
+    before = committed[: len(committed) - len(kept)]
+    count = len(kept)
+    yield "K1", "the cache holds the first rows of the last batch instead of those on the path", keys(before, pending[:count], ancestors)
+    first = [c[2][: len(c[3])] for c in commits]
+    if sum(map(len, first)) == len(committed):
+        yield "K1", "the cache holds the first rows of each batch instead of those on the path", keys(*first, ancestors)
+    if count < len(pending):
+        yield "K2", "it looks at the rejected rows of the last step", keys(before, pending, ancestors)
+        yield "K2", "it looks at the slots of rejected rows behind the path", keys(committed, pending[count:], ancestors)
+        yield "K2", "it looks at one slot behind the path", keys(committed, pending[count : count + 1], ancestors)
+    yield "K2", "it does not look at the last committed row", keys(committed[:-1], ancestors)
