@@ -4,6 +4,7 @@ Arrays in, arrays out; nothing here knows an engine or an operation. Outputs are
 inputs are always private copies, so that an engine can damage nothing but its own case. A hazard adds to that:
 
     poison  inputs lie between margins of poison, so that a read outside them brings NaN or an absurd index
+    fence   inputs and outputs end where an unreadable page begins, so that a read or write past them ends the process
     guard   the guard zones grow from 16 words to 4096, so that a whole stray tile is seen
     views   inputs are strided or offset views; for an engine that takes contiguous arrays only, arrays off their alignment
     freed   inputs are overwritten as soon as the call has returned, before the outputs are read
@@ -15,7 +16,9 @@ are no business of an array.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +29,7 @@ Array = NDArray[Any]
 
 HAZARDS: Mapping[str, str] = {
     "poison": "inputs between margins of NaN and absurd integers",
+    "fence": "an unreadable page right after inputs and outputs",
     "guard": "wide guard zones around outputs",
     "views": "strided and offset inputs, or contiguous ones off their alignment",
     "freed": "inputs overwritten after the call, before outputs are read",
@@ -101,7 +105,9 @@ def guarded_output(shape: tuple[int, ...], dtype: str, hazards: frozenset[str] =
     start = 4 * (WIDE_GUARD_WORDS if "guard" in hazards else GUARD_WORDS)
     stop = start + kind.itemsize * math.prod(shape)
     buffer = np.empty(stop + start, np.uint8)
-    if "views" in hazards:
+    if "fence" in hazards:
+        buffer = _fenced(stop)
+    elif "views" in hazards:
         buffer = np.empty(stop + start + kind.itemsize, np.uint8)
         start, stop = start + kind.itemsize, stop + kind.itemsize
     buffer[:start] = _GUARD_BYTES[:start]
@@ -115,6 +121,9 @@ def placed(source: Array, hazards: frozenset[str], index: int = 0, *, contiguous
     """A private copy of the input `source`, read-only, laid out as the hazards say. `index` (its place among the inputs) picks the view."""
     if "views" in hazards and not contiguous_only:
         copy = _view(source, index)
+    elif "fence" in hazards:
+        copy = _fenced(source.nbytes).view(source.dtype).reshape(source.shape)
+        copy[...] = source
     elif "views" in hazards or "poison" in hazards:
         copy = _embedded(source, source.itemsize if "views" in hazards else 0)
     else:
@@ -156,3 +165,21 @@ def _embedded(source: Array, shift: int) -> Array:
     copy = buffer[start : start + source.nbytes].view(source.dtype).reshape(source.shape)
     copy[...] = source
     return copy
+
+
+def _fenced(size: int) -> NDArray[np.uint8]:
+    """Writable bytes [size] whose end is the start of a page that can be neither read nor written."""
+    page = mmap.PAGESIZE
+    whole = mmap.mmap(-1, -(-size // page) * page + page)
+    memory = np.frombuffer(whole, np.uint8)
+    stop = len(memory) - page
+    address: int = memory.__array_interface__["data"][0]
+    _protect(address + stop, page)
+    return memory[stop - size : stop]
+
+
+def _protect(address: int, size: int) -> None:
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if protect(address, size, 0):
+        raise OSError(ctypes.get_errno(), "mprotect")

@@ -1,21 +1,24 @@
 """How long a step may take before it counts as hung.
 
-A hang costs its whole deadline at every hit, so the deadline follows the steps that were seen; but a deadline that is too short turns a
-busy machine into false hangs, so there is a floor, and the first steps, which compile and page in, get an allowance.
+A hang costs its whole deadline at every hit, so the deadline follows the jobs that were seen; but a deadline that is too short turns a
+busy machine into false hangs, so there is a floor, and the first jobs of a kind, which compile and page in, get an allowance.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 
-WINDOW = 64  # steps remembered: enough for a median, few enough to follow a change of the case sizes
-REFRESH = 16  # steps between two medians: a median costs as much as a small case
-FACTOR = 20.0  # times the median: a step of an ordinary mix is at most a few times the median
+WINDOW = 64  # jobs remembered: enough for a median, few enough to follow a change of the case sizes
+REFRESH = 16  # jobs between two medians: a median costs as much as a small case
+FACTOR = 20.0  # times the median: a step of an ordinary mix is at most a few times the median job
 
 
 class Deadline:
-    """max(floor, FACTOR x median of the recent steps); `first_s` until a step was seen, and for the first step of a cold worker."""
+    """Per kind of job max(floor, FACTOR x median of the recent jobs); `first_s` until one was seen, and for the first one of a cold worker.
+
+    Kinds are apart because a script with the engine's own loop takes a thousand times as long as a batch of operations.
+    """
 
     def __init__(self, floor_s: float = 2.0, *, first_s: float = 60.0, factor: float = FACTOR) -> None:
         if not 0 < floor_s <= first_s:
@@ -23,21 +26,22 @@ class Deadline:
         self.floor_s = floor_s
         self.first_s = first_s
         self.factor = factor
-        self._recent_s: deque[float] = deque(maxlen=WINDOW)
-        self._limit_s = first_s
-        self._fresh = 0  # steps since the median was taken
+        self._recent_s: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._limit_s: dict[str, float] = {}
+        self._fresh: dict[str, int] = defaultdict(int)  # jobs since the median was taken
 
-    def limit_s(self, *, first: bool = False) -> float:
-        """The seconds that the next step may take."""
-        return self.first_s if first else self._limit_s
+    def limit_s(self, kind: str) -> float:
+        """The seconds that one step of the next job of this kind may take."""
+        return self._limit_s.get(kind, self.first_s)
 
-    def observe(self, seconds: float) -> None:
-        """A step took `seconds` and ended."""
-        self._recent_s.append(seconds)
-        self._fresh += 1
-        if self._fresh >= min(REFRESH, len(self._recent_s)):
-            self._limit_s = max(self.floor_s, self.factor * statistics.median(self._recent_s))
-            self._fresh = 0
+    def observe(self, kind: str, seconds: float) -> None:
+        """A job of this kind took `seconds` and ended."""
+        recent = self._recent_s[kind]
+        recent.append(seconds)
+        self._fresh[kind] += 1
+        if self._fresh[kind] >= min(REFRESH, len(recent)):
+            self._limit_s[kind] = max(self.floor_s, self.factor * statistics.median(recent))
+            self._fresh[kind] = 0
 
 
 def fixed(seconds: float) -> Deadline:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +24,7 @@ from campaigns.isolation import transport, validate
 from campaigns.isolation.chain import TreeChain, TreeJob
 from campaigns.isolation.deadline import Deadline, fixed
 from campaigns.isolation.errors import EngineLoadError, UnknownEngine, load_error
-from campaigns.isolation.execute import label
+from campaigns.isolation.execute import OPENING, label
 from campaigns.isolation.transport import Arena, TransportError
 from campaigns.isolation.worker import RESOLVER, STACK_SIGNAL, WEIGHTS, Loading
 from campaigns.isolation.zygote import Zygote
@@ -37,16 +38,25 @@ OUTPUT_BYTES = 8192  # the tail of what the engine printed; a sanitizer's report
 STACK_WAIT_S = 0.2  # for a hung worker to print where it is
 CLOSE_WAIT_S = 0.5  # for a worker whose channel is closed to end by itself
 
+STARVED_SHARE = 0.25  # of the time that its threads want to run; a worker that gets less is slow because the machine is busy
+STARVED_LOOK_S = 0.05  # several time slices of a busy machine
+PATIENCE = 4  # times the deadline for such a worker: 1 / STARVED_SHARE
+KIND = {transport.CALLS: "calls", transport.SCRIPT: "script", transport.TREE: "tree"}
+
 Records = list[tuple[dict[str, Any], list[Any]]]
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a job brought: complete records, and why it ended early (None: it did not). `damaged`: the records cannot be read."""
+    """What a job brought: complete records, and why it ended early (None: it did not).
+
+    `damaged`: the records cannot be read. `retired`: the worker stopped after its last record, because the engine's process is of no use any more.
+    """
 
     records: Records
     death: Failure | None
     damaged: bool = False
+    retired: bool = False
 
 
 class Supervisor:
@@ -119,7 +129,7 @@ class Supervisor:
             outcome = self._run(transport.CALLS, batch, len(batch), lambda step, batch=batch: _name(batch, step))  # type: ignore[misc]
             found, fit = _answers_to(batch, outcome.records)
             whole = fit and not outcome.damaged
-            if whole and outcome.death is None and len(found) == len(batch):
+            if whole and outcome.death is None and (len(found) == len(batch) or (outcome.retired and found)):
                 answers += found
             elif whole and outcome.death is not None and len(found) < len(batch):
                 answers += [*found, Answer(failure=outcome.death)]
@@ -204,11 +214,12 @@ class Supervisor:
         if self._worker is None:
             self._start()
         assert self._worker is not None
-        limit_s = self.deadline.limit_s(first=self._cold and self._worker.jobs == 1)
+        first = self._cold and self._worker.jobs == 1
+        limit_s = self.deadline.first_s if first else self.deadline.limit_s(KIND[kind])
         began = time.monotonic()
         outcome = self._job(self._worker, kind, payload, steps, limit_s, name)
-        if outcome.death is None and outcome.records:
-            self.deadline.observe((time.monotonic() - began) / len(outcome.records))
+        if outcome.death is None:
+            self.deadline.observe(KIND[kind], time.monotonic() - began)
         self._last = name(max(0, len(outcome.records) - 1))
         return outcome
 
@@ -217,7 +228,8 @@ class Supervisor:
         if worker.ended():
             return _Outcome([], self._death(worker, f"between jobs, after {self._last}; next was {name(0)}", "died", limit_s))
         worker.send(kind, payload)
-        end = worker.wait(steps, limit_s)
+        opening_s = self.deadline.first_s if kind == transport.SCRIPT else limit_s
+        end = worker.wait(steps, limit_s, opening_s)
         marks = worker.marks()
         ours = marks.job == worker.jobs
         try:
@@ -226,9 +238,13 @@ class Supervisor:
         except TransportError:
             records, damaged = [], True
         if end != "done":
-            return _Outcome(records, self._death(worker, f"in {name(marks.step if ours else 0)}", end, limit_s), damaged)
+            step = marks.step if ours else 0
+            return _Outcome(records, self._death(worker, f"in {name(step)}", end, opening_s if step == OPENING else limit_s), damaged)
         if marks.used > transport.RETURN_ABOVE:
             worker.records.release_pages()
+        if records and "retired" in records[-1][0]:
+            self._bury()
+            return _Outcome(records[:-1], None, damaged, retired=True)
         return _Outcome(records, None, damaged)
 
     def _death(self, worker: _Worker, where: str, end: str, limit_s: float) -> Failure:
@@ -298,12 +314,12 @@ class _Worker:
         with contextlib.suppress(OSError):
             self.channel.send(transport.REQUEST.pack(kind, self.jobs, size))
 
-    def wait(self, steps: int, limit_s: float) -> str:
-        """ "done", "hung" (a step took longer than `limit_s`), "died" or "closed" (the channel)."""
-        limit_ns = int(limit_s * 1e9)
-        left_ns = limit_ns
-        while left_ns > 0:
-            ready = dict(self._poller.poll(math.ceil(left_ns / 1e6)))
+    def wait(self, steps: int, limit_s: float, opening_s: float) -> str:
+        """ "done", "hung" (a step took longer than `limit_s`, opening a session longer than `opening_s`), "died" or "closed" (the channel)."""
+        last_ns = self._sent_ns + int(1e9 * PATIENCE * (opening_s + limit_s * steps))  # holds even where the worker damages its marks
+        left_s = limit_s
+        while left_s > 0:
+            ready = dict(self._poller.poll(math.ceil(1e3 * left_s)))
             if self._printed in ready:
                 self._drain()
             if self._channel_descriptor in ready:
@@ -312,14 +328,35 @@ class _Worker:
                     return end
             elif self._pidfd in ready:
                 return "died"
-            left_ns = self._left_ns(limit_ns, steps)
+            left_s = min(self._left_s(limit_s, opening_s), (last_ns - time.monotonic_ns()) / 1e9)
         return "hung"
 
-    def _left_ns(self, limit_ns: int, steps: int) -> int:
-        """Until the step in progress counts as hung; marks that cannot be right do not prolong that for ever."""
+    def _left_s(self, limit_s: float, opening_s: float) -> float:
+        """Until the step in progress counts as hung."""
         marks, now_ns = self.marks(), time.monotonic_ns()
-        began_ns = marks.began_ns if marks.job == self.jobs and self._sent_ns <= marks.began_ns <= now_ns else self._sent_ns
-        return min(began_ns + limit_ns, self._sent_ns + limit_ns * (steps + 1)) - now_ns
+        believable = marks.job == self.jobs and self._sent_ns <= marks.began_ns <= now_ns
+        took_s = (now_ns - (marks.began_ns if believable else self._sent_ns)) / 1e9
+        step_s = opening_s if believable and marks.step == OPENING else limit_s
+        if took_s >= step_s and self._starved():
+            step_s *= PATIENCE
+        return step_s - took_s
+
+    def _starved(self) -> bool:
+        """The worker's threads want to run and do not get to, so that the clock says nothing about them. A deadlock wants nothing."""
+        before = self._scheduled()
+        time.sleep(STARVED_LOOK_S)
+        after = self._scheduled()
+        ran, waited = (late - early for late, early in zip(after, before, strict=True))
+        return waited > 0 and ran < STARVED_SHARE * (ran + waited)
+
+    def _scheduled(self) -> tuple[int, int]:
+        """Nanoseconds that all threads have run, and that they have waited for a core."""
+        ran = waited = 0
+        for thread in Path(f"/proc/{self.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError):  # the thread has ended, or this kernel does not say
+                of_thread = thread.read_text(encoding="ascii").split()
+                ran, waited = ran + int(of_thread[0]), waited + int(of_thread[1])
+        return ran, waited
 
     def marks(self) -> transport.Marks:
         return transport.read_marks(self.records)

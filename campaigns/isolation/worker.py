@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import io
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,6 +28,8 @@ from spec.script import Answer, Failure
 
 RESOLVER = "impls.registry:resolve"
 WEIGHTS = "campaigns.weights:weights_for"
+# After an illegal address, a failed launch or an assertion on a GPU every later call in the process fails too, whatever it asks
+STICKY = re.compile(r"cuda|cudnn|cublas|\bhip|nvrtc|illegal (memory )?a(ddress|ccess)|misaligned address|device-side assert", re.IGNORECASE)
 STACK_SIGNAL = signal.SIGRTMAX - 1  # "print your stack": no library uses the last real-time signals
 
 
@@ -45,8 +48,12 @@ class Loading:
     path: tuple[str, ...]
 
 
+class Retired(BaseException):
+    """The engine's process is of no use any more; what comes after must go to a new one."""
+
+
 class Reporter(Progress):
-    """Writes the step in progress and every finished answer into shared memory."""
+    """Writes the step in progress and every finished answer into shared memory. Raises Retired after an error that sticks to the process."""
 
     def __init__(self, writer: RecordWriter) -> None:
         self._writer = writer
@@ -62,6 +69,8 @@ class Reporter(Progress):
             self._writer.append(*transport.pack_answer(answer))
         except transport.TransportError as problem:
             self._writer.append(*transport.pack_answer(Answer(failure=Failure("malformed", str(problem)))))
+        if answer.failure is not None and answer.failure.kind == "raised" and STICKY.search(answer.failure.message):
+            raise Retired
 
 
 def named(path: str) -> Any:
@@ -118,6 +127,12 @@ class _Jobs:
         if kind == transport.LOAD:
             self._load(payload)
             return
+        try:
+            self._answer(kind, payload)
+        except Retired:
+            self._writer.append({"retired": True}, [])
+
+    def _answer(self, kind: int, payload: Any) -> None:
         assert self._engine is not None  # the supervisor loads before anything else
         if kind == transport.CALLS:
             run_calls(self._engine, payload, self._reporter)

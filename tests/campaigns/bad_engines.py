@@ -142,6 +142,31 @@ class LateCrash(Adder):
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSEGV)).start()
 
 
+class StickyError(Adder):
+    """After the first error every call of the process fails, as on a GPU."""
+
+    broken = False
+
+    def run_op(self, op: str, inputs: Mapping[str, Any], params: Mapping[str, Any], outputs: Any) -> Any:
+        self.broken = self.broken or bool(params["trigger"])
+        if self.broken:
+            raise RuntimeError("CUDA error 700: an illegal memory access was encountered")
+        return super().run_op(op, inputs, params, outputs)
+
+
+class Slow(Adder):
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        time.sleep(1.0)
+
+
+class Spins(Adder):
+    """Hangs at full speed."""
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        while True:
+            pass
+
+
 class LeaksDescriptors(Adder):
     def misbehave(self, inputs: Any, outputs: Any) -> None:
         try:
@@ -190,6 +215,14 @@ class WritesPastEnd(Adder):
 class WritesBeforeStart(Adder):
     def misbehave(self, inputs: Any, outputs: Any) -> None:
         ctypes.memset(outputs["out"].ctypes.data - 2, 0, 1)
+
+
+class ReadsFarPastEnd(Adder):
+    """A vector load after the last row; the value is not used."""
+
+    def misbehave(self, inputs: Any, outputs: Any) -> None:
+        a = inputs["a"]
+        ctypes.string_at(a.ctypes.data + a.nbytes, 64)
 
 
 class WritesInput(Adder):
@@ -398,6 +431,16 @@ class CrashAtThird(SessionEngine):
             if self.forwards == 2:
                 ctypes.string_at(0)
             return ToySession.forward(self, *args)
+
+
+class OpensSlowly(SessionEngine):
+    """Opening takes longer than a step may."""
+
+    session = ToySession
+
+    def open(self, config: Config, weights: Any) -> Any:
+        time.sleep(1.0)
+        return super().open(config, weights)
 
 
 class AsksForMore(SessionEngine):

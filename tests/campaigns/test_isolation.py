@@ -75,6 +75,7 @@ BAD = [
     ("ExitZero", "crashed", 0, "the process ended with exit status 0 in add"),
     ("Hang", "hung", 0, "no answer for 0.5 s in add"),
     ("DeafHang", "hung", 0, "no answer for 0.5 s in add"),
+    ("Spins", "hung", 0, "no answer for 0.5 s in add"),
     ("ClosesEverything", "crashed", 0, "in add"),
     ("WritesEverywhere", "crashed", 0, "in add"),
     ("SystemExits", "raised", 0, "SystemExit: I am done (bad_engines.py:"),
@@ -122,6 +123,32 @@ def test_a_crash_after_the_answer_is_charged_to_the_gap_between_jobs(zygote: Zyg
         assert failure is not None and failure.kind == "crashed" and failure.signal == signal.SIGSEGV
         assert "SIGSEGV between jobs, after add; next was add" in failure.message
         assert is_right(isolated.calls([add_call()])[0])
+
+
+def test_an_error_that_sticks_to_the_process_is_charged_to_the_first_call_only(zygote: Zygote) -> None:
+    with supervisor("StickyError", zygote) as isolated:
+        answers = isolated.calls([add_call(), add_call(1), add_call(), add_call(1), add_call()])
+        assert [is_right(answer) for answer in answers] == [True, False, True, False, True]
+        assert answers[1].failure is not None and answers[1].failure.kind == "raised"
+        assert isolated.restarts == 3
+
+
+def test_a_read_past_an_input_is_seen_at_a_fence_only(zygote: Zygote) -> None:
+    with supervisor("ReadsFarPastEnd", zygote) as isolated:
+        plain, fenced, after = isolated.calls([add_call(1), add_call(1, 4, "fence"), add_call()])
+    assert is_right(plain) and is_right(after)
+    assert fenced.failure is not None and fenced.failure.signal == signal.SIGSEGV
+
+
+def test_a_worker_that_the_machine_starves_gets_more_time(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    with supervisor("Slow", zygote, SHORT_S) as isolated:
+        assert isolated.calls([add_call(1)])[0].failure is not None
+        isolated.calls([add_call()])
+        worker = isolated._worker
+        assert worker is not None
+        looks = iter([(0, 0), (1, 10)])  # 1 ns run, 10 ns waited for a core
+        monkeypatch.setattr(worker, "_scheduled", lambda: next(looks))
+        assert is_right(isolated.calls([add_call(1)])[0])
 
 
 def test_an_operation_that_is_not_offered_is_unsupported(zygote: Zygote) -> None:
@@ -434,6 +461,13 @@ def test_a_crash_keeps_the_steps_before_it_and_names_its_own(zygote: Zygote) -> 
             assert trace.failure.message.startswith("SIGSEGV in step 5 of 6 (forward, tree)")
 
 
+def test_opening_a_session_does_not_count_as_a_step(zygote: Zygote) -> None:
+    deadline = Deadline(SHORT_S, first_s=PATIENT_S, factor=0.0)
+    deadline.observe("script", SHORT_S)
+    with Supervisor("bad_engines:OpensSlowly", deadline_s=deadline, resolver=INSTANCE, zygote=zygote) as isolated:
+        assert isolated.script(script(*STEPS)).failure is None
+
+
 def test_a_stale_buffer_is_flaky_under_repeat(zygote: Zygote) -> None:
     steps = (forward([1]), all_of(1))
     with supervisor("Stateful", zygote) as isolated:
@@ -600,13 +634,13 @@ def test_odd_descriptors_are_refused(arena: Arena, text: str) -> None:
 
 def test_a_deadline_follows_the_median_but_not_below_its_floor() -> None:
     deadline = Deadline(0.5, first_s=9.0)
-    assert deadline.limit_s() == 9.0
+    assert deadline.limit_s("calls") == 9.0
     for _ in range(20):
-        deadline.observe(0.001)
-    assert deadline.limit_s() == 0.5 and deadline.limit_s(first=True) == 9.0
+        deadline.observe("calls", 0.001)
+    assert deadline.limit_s("calls") == 0.5 and deadline.limit_s("script") == 9.0
     for _ in range(200):
-        deadline.observe(0.1)
-    assert deadline.limit_s() == pytest.approx(2.0)
+        deadline.observe("calls", 0.1)
+    assert deadline.limit_s("calls") == pytest.approx(2.0)
 
 
 def test_a_deadline_without_a_floor_is_refused() -> None:
