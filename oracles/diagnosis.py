@@ -240,8 +240,9 @@ def hypotheses(walked: Walked, row: int) -> Iterator[tuple[str, str, NDArray[np.
     first = [c[2][: len(c[3])] for c in commits]
     if sum(map(len, first)) == len(committed):
         yield "K1", "the cache holds the first rows of each batch instead of those on the path", keys(*first, ancestors)
-    if count < len(pending):
-        yield "K2", "it looks at the rejected rows of the last step", keys(before, pending, ancestors)
-        yield "K2", "it looks at the slots of rejected rows behind the path", keys(committed, pending[count:], ancestors)
-        yield "K2", "it looks at one slot behind the path", keys(committed, pending[count : count + 1], ancestors)
+    rejected = pending[~np.isin(pending, kept)]
+    yield "K2", "it looks at the rejected rows of the last step", keys(before, pending, ancestors)
+    for more in range(1, len(rejected) + 1):
+        yield "K2", f"it looks at {more} slots behind the path", keys(committed, pending[count : count + more], ancestors)
+        yield "K2", f"it looks at {more} of the rejected rows of the last step", keys(committed, rejected[:more], ancestors)
     yield "K2", "it does not look at the last committed row", keys(committed[:-1], ancestors)
