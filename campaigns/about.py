@@ -76,9 +76,18 @@ def _shared_memory() -> dict[str, Any]:
 
 
 def _platform() -> dict[str, Any]:
-    return _fact("platform", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", sys.platform in ("linux", "darwin"), "Linux is tested")
+    return _fact(
+        "platform",
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        sys.platform in ("linux", "darwin"),
+        "Linux is tested",
+    )
 
 
 def _profile() -> dict[str, Any]:
-    note = "CI is set; campaigns pass every Hypothesis setting themselves" if os.environ.get("CI") else "campaigns pass every setting themselves"
+    note = (
+        "CI is set; campaigns pass every Hypothesis setting themselves"
+        if os.environ.get("CI")
+        else "campaigns pass every setting themselves"
+    )
     return _fact("Hypothesis profile", note, True)

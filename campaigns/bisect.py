@@ -76,7 +76,9 @@ def _of_call(bench: Bench, case: OpCase) -> tuple[Station, ...]:
     golden = OPS[case.op].function(call.inputs, call.params)
     judged = {j.tap: j.share for j in judged_call(call, answer, bench.worker.description.profile, 0)}
     return tuple(
-        Station(name, -1, 0, relative_error(found, golden[name]), judged.get(name, 0.0)) for name, found in answer.outputs.items() if name in golden
+        Station(name, -1, 0, relative_error(found, golden[name]), judged.get(name, 0.0))
+        for name, found in answer.outputs.items()
+        if name in golden
     )
 
 

@@ -271,7 +271,8 @@ def readme(case: Case, judgement: Judgement, description: Description, engine: s
 
 def in_words(case: Case) -> str:
     """One sentence about the input."""
-    hazards = f", hazards {', '.join(case.hazards)}" if getattr(case, "hazards", ()) else ""
+    names: tuple[str, ...] = getattr(case, "hazards", ())
+    hazards = f", hazards {', '.join(names)}" if names else ""
     if isinstance(case, OpCase):
         dims = ", ".join(f"{word} = {value}" for word, value in case.dims)
         params = "".join(f", {name} {value:g}" for name, value in case.params)

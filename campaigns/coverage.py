@@ -33,10 +33,16 @@ def declared() -> set[Cell]:
     out |= {("accepted path", word) for word in ("root only", "whole spine", "first branch", "another branch")}
     out |= {("rounds", word) for word in ("1", "2", "3")} | {("sequences", word) for word in ("1", "2", "3")}
     out |= {("prompt length", word) for word in ("1", "unequal", "2 to 16", "above 16")}
-    out |= {("draft ties", word) for word in ("integers", "grid", "none")} | {("draft candidates", word) for word in ("all", "some -inf", "row of -inf")}
+    out |= {("draft ties", word) for word in ("integers", "grid", "none")} | {
+        ("draft candidates", word) for word in ("all", "some -inf", "row of -inf")
+    }
     out |= {("budget", word) for word in ("0", "1", "below the paths", "above the paths")}
-    out |= {("loop", word) for word in ("none", "random", "noisy", "table", "chain")} | {("stop token", word) for word in ("declared", "none")}
-    out |= {("coincidence broken", word) for word in ("rope_dim", "groups", "yarn", "routed_scale", "q_rank", "tied", "scoring", "latent_eps")}
+    out |= {("loop", word) for word in ("none", "random", "noisy", "table", "chain")} | {
+        ("stop token", word) for word in ("declared", "none")
+    }
+    out |= {
+        ("coincidence broken", word) for word in ("rope_dim", "groups", "yarn", "routed_scale", "q_rank", "tied", "scoring", "latent_eps")
+    }
     return out | {("batch", word) for word in ("mixed", "apart", "chunked prefill")} | {("frozen mix", "yes")}
 
 

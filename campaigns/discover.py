@@ -7,6 +7,7 @@ led to it, for `campaigns.shrink`.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,8 +53,11 @@ class Diet:
 TREE_OPS = frozenset({"draft_table", "best_first_tree", "tree_mask", "accept", "compact"})
 
 
-def diet_of(description: Description, *, hazards: bool = True) -> Diet:
-    """Everything that the description lists. An empty list of ops with "run_op" means that all are worth asking."""
+def diet_of(description: Description, *, hazards: bool = True, views: bool = True) -> Diet:
+    """Everything that the description lists. An empty list of ops with "run_op" means that all are worth asking.
+
+    `views`: the engine takes strided arrays (`campaigns.trial.takes_views`); asking those of one that does not only wastes trials.
+    """
     can = description.capabilities
     known = tuple(op for op in strategies.OP_SHAPES if not description.ops or op in description.ops) if "run_op" in can else ()
     sessions = {"forward", "commit"} <= can
@@ -62,7 +66,7 @@ def diet_of(description: Description, *, hazards: bool = True) -> Diet:
         trees=bool(TREE_OPS & set(known)),
         sessions=sessions,
         loops=sessions and "generate" in can,
-        op_hazards=tuple(HAZARDS) if hazards else (),
+        op_hazards=tuple(name for name in HAZARDS if views or name != "views") if hazards else (),
         session_hazards=(*(name for name in strategies.PLAN_HAZARDS if name in can), *(SESSION_HAZARDS if hazards else ())),
     )
 
@@ -128,10 +132,8 @@ class Discovery:
         before = self.trials
         self._fresh.clear()
         capture.last = b""
-        try:
+        with contextlib.suppress(_NewFinding):
             test(self._rng.randbytes(BYTES))
-        except _NewFinding:
-            pass
         self.overruns += self.trials == before
         return [Fresh(outcome, size, capture.last) for outcome in self._fresh]
 
@@ -142,8 +144,12 @@ class Discovery:
             capture = _Capture()
 
             # Everything explicit: the environment (CI=...) may load a profile that derandomises and forgets
-            explicit = settings(database=capture, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
-            assert explicit.database is capture and not explicit.derandomize and explicit.deadline is None, "a profile overrode the campaign"
+            explicit = settings(
+                database=capture, deadline=None, derandomize=False, suppress_health_check=list(HealthCheck), phases=(Phase.generate,)
+            )
+            assert explicit.database is capture and not explicit.derandomize and explicit.deadline is None, (
+                "a profile overrode the campaign"
+            )
 
             @explicit
             @given(strategy)

@@ -18,7 +18,7 @@ from campaigns.fingerprint import Fingerprint
 from campaigns.isolation import Deadline, Supervisor
 from campaigns.reduce import nodes_of, reduced
 from campaigns.shrink import shrunk
-from campaigns.trial import Bench
+from campaigns.trial import Bench, takes_views
 from oracles.judgement import Judgement
 from reports.store import Store
 
@@ -51,7 +51,15 @@ def checker(supervisor: Supervisor, wanted: Fingerprint) -> Any:
 
 
 def minimum(
-    engine: str, case: Case, wanted: Fingerprint, *, choices: bytes = b"", kind: str = "", size: str = "full", hazards: bool = True, seconds: float = SECONDS
+    engine: str,
+    case: Case,
+    wanted: Fingerprint,
+    *,
+    choices: bytes = b"",
+    kind: str = "",
+    size: str = "full",
+    hazards: bool = True,
+    seconds: float = SECONDS,
 ) -> Minimum | None:
     """The smallest case found in about `seconds`; None where `case` does not fail (any more)."""
     began = time.monotonic()
@@ -62,7 +70,8 @@ def minimum(
             return None
         best, checks = case, 1
         if choices:
-            strategy = batch_strategy(diet_of(supervisor.description, hazards=hazards), kind, size)
+            diet = diet_of(supervisor.description, hazards=hazards, views=takes_views(supervisor))
+            strategy = batch_strategy(diet, kind, size)
             best, made = shrunk(best, strategy, [choices], fails, seconds / 3)
             checks += made
         best, made = reduced(best, fails, seconds=max(1.0, seconds - (time.monotonic() - began)))

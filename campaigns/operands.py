@@ -57,7 +57,7 @@ def values(rng: np.random.Generator, shape: tuple[int, ...], regime: str, expone
         if len(shape) and shape[0] > 1:
             draw[1::2] = draw[: 2 * (shape[0] // 2) : 2]
     elif regime == "extreme" and draw.size:
-        rows = shape[:-1] + (1,)
+        rows = (*shape[:-1], 1)
         draw = draw * 10.0 ** rng.integers(-2 * exponent_max, exponent_max + 1, rows)
         flavour = int(rng.integers(4))
         if flavour == 0:  # zero rows
@@ -69,7 +69,9 @@ def values(rng: np.random.Generator, shape: tuple[int, ...], regime: str, expone
     return draw.astype(np.float32)
 
 
-def contracted(recipe: Recipe, left: str, left_shape: tuple[int, ...], right: str, right_shape: tuple[int, ...], axis: int) -> tuple[Float, Float]:
+def contracted(
+    recipe: Recipe, left: str, left_shape: tuple[int, ...], right: str, right_shape: tuple[int, ...], axis: int
+) -> tuple[Float, Float]:
     """Operands of a contraction over the last axis of `left` and `axis` of `right`, scaled so that an ordinary result is of order one."""
     a = values(recipe.rng(left), left_shape, recipe.regime)
     b = values(recipe.rng(right), right_shape, recipe.regime)
@@ -136,7 +138,8 @@ def visibility(rng: np.random.Generator, rows: int, keys: int) -> Bool:
         seen[int(rng.integers(rows))] = False
         if rng.random() < 0.5:
             seen[0] = False  # an empty row in the first tile
-    return seen.astype(np.uint8)
+    visible: Bool = seen.astype(np.uint8)
+    return visible
 
 
 def _score_values(rng: np.random.Generator, shape: tuple[int, ...], regime: str) -> Float:

@@ -175,7 +175,11 @@ def generate_step(config: Config, case: SessionCase) -> Generate:
     assert generate is not None
     prompts = tuple(prompt_tokens(config, length, seed) for length, seed in case.prompts)
     stops: tuple[int, ...] = ()
-    golden = _golden_tokens(config, WeightsKey(case.weights_seed, case.regime), case.prompts, generate.max_new) if _needs_golden(generate) else ()
+    golden = (
+        _golden_tokens(config, WeightsKey(case.weights_seed, case.regime), case.prompts, generate.max_new)
+        if _needs_golden(generate)
+        else ()
+    )
     if generate.stop_at >= 0 and golden and generate.stop_at < len(golden[0]):
         stops = (golden[0][generate.stop_at],)
     drafter = drafter_of(config, generate, prompts, golden)

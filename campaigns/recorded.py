@@ -67,7 +67,9 @@ def require(
     return judgements
 
 
-def read_dump(path: Path, op: str = "", params: Mapping[str, int | float] | None = None) -> tuple[RecordedCase, dict[str, Any], dict[str, Any], str]:
+def read_dump(
+    path: Path, op: str = "", params: Mapping[str, int | float] | None = None
+) -> tuple[RecordedCase, dict[str, Any], dict[str, Any], str]:
     """(case, inputs, outputs, profile) of a safetensors file with tensors `inputs.NAME` and `outputs.NAME`.
 
     Its metadata may hold `op`, `params` (JSON) and `profile`; arguments go before it. Raises CaseError.
@@ -77,7 +79,7 @@ def read_dump(path: Path, op: str = "", params: Mapping[str, int | float] | None
     try:
         with safe_open(str(path), "np") as file:
             metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: not a mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise CaseError(f"{path}: no such file") from None
     except (SafetensorError, OSError, TypeError, ValueError) as problem:
@@ -108,6 +110,6 @@ def _array(value: Any) -> NDArray[Any]:
     array = np.asarray(value)
     if array.dtype == np.bool_:
         return array.astype(np.uint8)
-    if array.dtype == np.int64 and array.size and -(2**31) <= array.min() and array.max() < 2**31:
+    if array.dtype == np.int64 and array.size and array.min() >= -(2**31) and array.max() < 2**31:
         return array.astype(np.int32)
     return array

@@ -98,7 +98,11 @@ def cost(case: Case) -> tuple[Any, ...]:
     """Smaller is easier to read; tree nodes count first, seeds last."""
     if isinstance(case, SessionCase):
         generate = case.generate
-        loop = (0,) if generate is None else (1, generate.budget, generate.max_new, generate.block_len, generate.stop_at >= 0, generate.grid >= 0)
+        loop = (
+            (0,)
+            if generate is None
+            else (1, generate.budget, generate.max_new, generate.block_len, generate.stop_at >= 0, generate.grid >= 0)
+        )
         return (
             nodes_of(case), len(case.rounds), len(case.prompts), sum(length for length, _ in case.prompts), loop, len(case.hazards),
             case.regime != "ordinary", case.preset != "tiny", len(case.overrides), sum(hit for r in case.rounds for t in r for _, hit in t),
@@ -165,7 +169,7 @@ def _session_candidates(case: SessionCase) -> Iterator[SessionCase]:
                 yield replace(case, rounds=_with_tree(case.rounds, number, order, smaller))
     for index, (length, seed) in enumerate(case.prompts):
         for shorter in _smaller_numbers(length, 1):
-            yield replace(case, prompts=case.prompts[:index] + ((shorter, seed),) + case.prompts[index + 1 :])
+            yield replace(case, prompts=(*case.prompts[:index], (shorter, seed), *case.prompts[index + 1 :]))
     if case.chunk:
         yield replace(case, chunk=0)
     if not case.mixed:
@@ -188,7 +192,9 @@ def _without_sequence(case: SessionCase, index: int) -> SessionCase:
     return dataclasses.replace(case, prompts=case.prompts[:index] + case.prompts[index + 1 :], rounds=rounds)
 
 
-def _with_tree(rounds: tuple[tuple[tuple[Node, ...], ...], ...], number: int, order: int, tree: tuple[Node, ...]) -> tuple[tuple[tuple[Node, ...], ...], ...]:
+def _with_tree(
+    rounds: tuple[tuple[tuple[Node, ...], ...], ...], number: int, order: int, tree: tuple[Node, ...]
+) -> tuple[tuple[tuple[Node, ...], ...], ...]:
     trees = rounds[number]
     return (*rounds[:number], (*trees[:order], tree, *trees[order + 1 :]), *rounds[number + 1 :])
 

@@ -63,7 +63,9 @@ def stored(name: str, store: str) -> Stored:
         except UnicodeDecodeError:
             raise CaseError(f"{path}: not a case: it is no text") from None
     if not (Path(store) / DATABASE).exists():
-        raise CapsuleError(f"{name}: no such file or folder, and {store} is no store: give a finding's id with --store, a capsule or a case file")
+        raise CapsuleError(
+            f"{name}: no such file or folder, and {store} is no store: give a finding's id with --store, a capsule or a case file"
+        )
     with Store.create_or_open(store, readonly=True) as opened:
         rows = {row["finding_id"]: row for row in opened.findings()}
     if name not in rows:

@@ -308,7 +308,9 @@ def load(engine: Mapping[str, Any]) -> Any:
             target = getattr(target, word)
         return target(*engine["arguments"]) if callable(target) else target
     except Exception as problem:
-        raise NotLoadable(f"{engine['module']}:{engine['attribute']}: {type(problem).__name__}: {problem}; is it on PYTHONPATH?") from problem
+        raise NotLoadable(
+            f"{engine['module']}:{engine['attribute']}: {type(problem).__name__}: {problem}; is it on PYTHONPATH?"
+        ) from problem
 
 
 class DLTensor(ctypes.Structure):
@@ -553,7 +555,11 @@ class LibrarySession:
             e = emission[0]
             tokens[e.sequence] += array_of(e.tokens, e.token_count).tolist()
             if e.node_count:
-                nodes, parents, path = array_of(e.node_tokens, e.node_count), array_of(e.node_parents, e.node_count), array_of(e.path, e.path_count)
+                nodes, parents, path = (
+                    array_of(e.node_tokens, e.node_count),
+                    array_of(e.node_parents, e.node_count),
+                    array_of(e.path, e.path_count),
+                )
                 rounds[e.sequence].append(SimpleNamespace(tokens=nodes, parents=parents, path=path, bonus=e.bonus))
             return 0
 

@@ -57,7 +57,11 @@ def program(call: OpCall, judgement: Judgement, path: str) -> str:
         poison = "0xA5" if dtype == "uint8" else "0x7FC0DEADu" if dtype == "float32" else "0xFF895439u"
         lines.append(f"  int64_t shape_{name}[] = {{{_joined(shape) or '0'}}};")
         lines.append(f"  std::vector<{word}> out_{name}({max(1, math.prod(shape))}, {poison});")
-    lines.append("  NamedTensor inputs[] = {" + ", ".join(_tensor(name, f"in_{name}", a.ndim, str(a.dtype)) for name, a in call.inputs.items()) + "};")
+    lines.append(
+        "  NamedTensor inputs[] = {"
+        + ", ".join(_tensor(name, f"in_{name}", a.ndim, str(a.dtype)) for name, a in call.inputs.items())
+        + "};"
+    )
     outputs = ", ".join(_tensor(name, f"out_{name}.data()", len(shape), dtype) for name, (shape, dtype) in call.outputs.items())
     lines.append(f"  NamedTensor outputs[] = {{{outputs}}};")
     params = ", ".join(_param(key, value) for key, value in call.params.items())
@@ -93,7 +97,9 @@ def _comparison(call: OpCall, j: Judgement) -> str:
     shape, dtype = call.outputs[j.tap]
     flat = int(np.ravel_multi_index(j.index, shape)) if shape else 0
     kind = {"float32": "float", "int32": "int32_t", "uint8": "uint8_t"}[dtype]
-    wrong = f"!std::isfinite(found) || std::fabs(found - {j.expected!r}) > {j.bound!r}" if math.isfinite(j.expected) else "std::isfinite(found)"
+    wrong = (
+        f"!std::isfinite(found) || std::fabs(found - {j.expected!r}) > {j.bound!r}" if math.isfinite(j.expected) else "std::isfinite(found)"
+    )
     return (
         f"  {kind} value;\n  std::memcpy(&value, reinterpret_cast<const {kind} *>(out_{j.tap}.data()) + {flat}, sizeof value);\n"
         f"  const double found = value;\n  const bool wrong = {wrong};\n"

@@ -6,6 +6,7 @@ in the store before the runner hears of it, so that a kill of anything loses the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -156,7 +157,13 @@ def check_engine(engine: str, run_id: str, options: Options, progress: Progress 
             kind = event["event"]
             if kind == "progress":
                 progress_of[number] = event
-                progress(engine, {"event": "progress", **{key: sum(int(e[key]) for e in progress_of.values()) for key in ("trials", "frozen", "failing")}})
+                progress(
+                    engine,
+                    {
+                        "event": "progress",
+                        **{key: sum(int(e[key]) for e in progress_of.values()) for key in ("trials", "frozen", "failing")},
+                    },
+                )
             elif kind == "finding":
                 known = event["finding_id"] in result.findings
                 result.findings.setdefault(event["finding_id"], dict(event))
@@ -229,7 +236,12 @@ class Shards:
         environment = {**os.environ, **THREADS, "PYTHONPATH": path}
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "campaigns.shard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+                [sys.executable, "-m", "campaigns.shard"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                env=environment,
             )
             for _ in range(count)
         ]
@@ -240,10 +252,8 @@ class Shards:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         for process in self._processes:
             if process.stdin is not None:
-                try:
+                with contextlib.suppress(OSError):  # it has ended already
                     process.stdin.close()
-                except OSError:
-                    pass  # it has ended already
         for process in self._processes:
             try:
                 process.wait(0.1 if kind is not None else CLOSE_S)
@@ -256,11 +266,9 @@ class Shards:
     def send(self, number: int, job: Mapping[str, Any]) -> None:
         stdin = self._processes[number].stdin
         assert stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # it has ended: its last event, or its exit code, says why
             stdin.write(json.dumps(job) + "\n")
             stdin.flush()
-        except OSError:
-            pass  # it has ended: its last event, or its exit code, says why
         self._busy.add(number)
 
     def idle(self, number: int) -> None:
@@ -306,5 +314,5 @@ def machine() -> str:
                 name = line.partition(":")[2].strip()
                 break
     except OSError:
-        pass
+        pass  # not Linux
     return f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"

@@ -25,7 +25,7 @@ from campaigns.discover import Diet, Discovery, Fresh, diet_of
 from campaigns.fingerprint import Fingerprint
 from campaigns.isolation import Deadline, EngineLoadError, Supervisor
 from campaigns.strategies import in_frozen_mix
-from campaigns.trial import Bench, Outcome
+from campaigns.trial import Bench, Outcome, takes_views
 from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict
 from reports.store import Store
 from reports.store import fingerprint as store_fingerprint
@@ -112,7 +112,7 @@ class Shard:
     def discover(self) -> None:
         """Trials until the quota or the time is used up."""
         began = said = time.monotonic()
-        diet = diet_of(self.supervisor.description, hazards=self.job.get("hazards", True))
+        diet = diet_of(self.supervisor.description, hazards=self.job.get("hazards", True), views=takes_views(self.supervisor))
         if self.job.get("writer", "").endswith("-0"):
             for region, value in sorted(coverage.declared()):
                 self.writer.add_coverage({"engine": self.name, "region": region, "value": value, "trials": 0})
@@ -248,7 +248,15 @@ def judgement_row(engine: str, case: str, j: Judgement) -> dict[str, Any]:
         "verdict": str(j.verdict), "checked": j.checked, "share": j.share,
     }  # fmt: skip
     if j.verdict in FINDINGS:
-        row |= {"step": j.step, "token": j.token, "index": list(j.index), "found": j.found, "expected": j.expected, "bound": j.bound, "message": j.message}
+        row |= {
+            "step": j.step,
+            "token": j.token,
+            "index": list(j.index),
+            "found": j.found,
+            "expected": j.expected,
+            "bound": j.bound,
+            "message": j.message,
+        }
     return row
 
 

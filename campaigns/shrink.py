@@ -6,6 +6,7 @@ choices go under the secondary key, because an entry under the primary one that 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 
@@ -24,7 +25,9 @@ class DeadlinePassed(BaseException):
     """Leaves `find` wherever it is; Exception would be taken for a failure of the predicate."""
 
 
-def shrunk(case: Case, strategy: st.SearchStrategy[Sequence[Case]], choices: Iterable[bytes], fails: Fails, seconds: float) -> tuple[Case, int]:
+def shrunk(
+    case: Case, strategy: st.SearchStrategy[Sequence[Case]], choices: Iterable[bytes], fails: Fails, seconds: float
+) -> tuple[Case, int]:
     """The smallest failing case that Hypothesis meets while it shrinks a failing batch, and the number of checks.
 
     `strategy` draws the batch whose stored `choices` contain `case`. `case` itself where the choices no longer lead to a failure
@@ -60,8 +63,6 @@ def shrunk(case: Case, strategy: st.SearchStrategy[Sequence[Case]], choices: Ite
         derandomize=False,
         max_examples=1000,
     )
-    try:
+    with contextlib.suppress(NoSuchExample, Flaky, DeadlinePassed):
         find(strategy, holds, settings=explicit, database_key=_KEY)
-    except (NoSuchExample, Flaky, DeadlinePassed):
-        pass
     return best, len(memo) - 1

@@ -6,7 +6,9 @@ common tiles. Overrides of a preset break coincidences (BUGZOO region 2), one bu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -27,6 +29,10 @@ FROZEN_ROUNDS_MIN = 2  # to show a commit that is wrong from round 2 on (BUGZOO 
 FROZEN_LAYERS_MIN = 2  # and to have a dense and a sparse layer
 WEIGHT_SEEDS = 3  # a small pool, so that weights are made once and engines stay open
 
+# Strategies are made once per argument: making, labelling and validating one costs more than drawing from it
+_pick = cache(st.sampled_from)
+_int = cache(st.integers)
+
 SEEDS = st.integers(0, 2**20 - 1)
 _FEW = (1, 2, 3, 4, 5, 7, 8, 9)
 _ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17)
@@ -35,7 +41,7 @@ _KEYS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 257, 520)
 
 
 def _one_of(values: tuple[Any, ...], size: str, small: int = 5) -> st.SearchStrategy[Any]:
-    return st.sampled_from(values[:small] if size == "small" else values)
+    return _pick(values[:small] if size == "small" else values)
 
 
 # Operations
@@ -51,44 +57,49 @@ def _plain(**words: tuple[int, ...]) -> Shape:
 
 
 def _rms_norm(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
-    return {"T": draw(_one_of(_ROWS, size)), "N": draw(_one_of(_WIDE, size))}, {"eps": draw(st.sampled_from((1e-6, 1e-5, 1e-3)))}
+    return {"T": draw(_one_of(_ROWS, size)), "N": draw(_one_of(_WIDE, size))}, {"eps": draw(_pick((1e-6, 1e-5, 1e-3)))}
 
 
 def _rope(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
-    dims = {"T": draw(_one_of(_ROWS, size)), "H": draw(_one_of(_FEW, size)), "half": draw(st.sampled_from((1, 2, 3, 4, 5, 8, 16)))}
-    return dims, {"half_layout": draw(st.integers(0, 1))}
+    dims = {"T": draw(_one_of(_ROWS, size)), "H": draw(_one_of(_FEW, size)), "half": draw(_pick((1, 2, 3, 4, 5, 8, 16)))}
+    return dims, {"half_layout": draw(_int(0, 1))}
 
 
 def _scores(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
-    dims = {"T": draw(_one_of(_FEW, size)), "H": draw(_one_of(_FEW, size)), "C": draw(_one_of(_WIDE, size)), "S": draw(_one_of(_KEYS[:16], size))}
-    return dims, {"scale": draw(st.sampled_from((1.0, 0.125, 0.2236068)))}
+    dims = {
+        "T": draw(_one_of(_FEW, size)),
+        "H": draw(_one_of(_FEW, size)),
+        "C": draw(_one_of(_WIDE, size)),
+        "S": draw(_one_of(_KEYS[:16], size)),
+    }
+    return dims, {"scale": draw(_pick((1.0, 0.125, 0.2236068)))}
 
 
 def _tree_attention(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
     rank = draw(_one_of(_WIDE[:14], size))
     dims = {"T": draw(_one_of(_ROWS, size)), "H": draw(_one_of(_FEW[:5], size)), "S": draw(_one_of(_KEYS, size))}
-    return dims | {"C": rank + draw(st.sampled_from((2, 4, 8)))}, {"kv_rank": rank, "scale": draw(st.sampled_from((1.0, 0.125, 0.2236068)))}
+    return dims | {"C": rank + draw(_pick((2, 4, 8)))}, {"kv_rank": rank, "scale": draw(_pick((1.0, 0.125, 0.2236068)))}
 
 
 def _router_scores(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
-    return {"T": draw(_one_of(_ROWS, size)), "E": draw(_one_of(_WIDE, size))}, {"softmax": draw(st.integers(0, 1))}
+    return {"T": draw(_one_of(_ROWS, size)), "E": draw(_one_of(_WIDE, size))}, {"softmax": draw(_int(0, 1))}
 
 
 def _route(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
-    groups = draw(st.sampled_from((1, 1, 2, 3, 4)))
-    maximum = 1 if groups == 1 else draw(st.integers(0, 1))
-    per_group = draw(st.integers(1 if maximum else 2, 4 if size == "small" else 9))
-    top_groups = draw(st.integers(1, groups))
-    top_k = draw(st.integers(1, min(8, top_groups * per_group)))
+    groups = draw(_pick((1, 1, 2, 3, 4)))
+    maximum = 1 if groups == 1 else draw(_int(0, 1))
+    per_group = draw(_int(1 if maximum else 2, 4 if size == "small" else 9))
+    top_groups = draw(_int(1, groups))
+    top_k = draw(_int(1, min(8, top_groups * per_group)))
     params = {"top_k": top_k, "groups": groups, "top_groups": top_groups, "group_score_max": maximum}
-    params |= {"norm_top_k": draw(st.integers(0, 1)), "routed_scale": draw(st.sampled_from((1.0, 1.5, 2.5)))}
-    params |= {"denominator_eps": draw(st.sampled_from((1e-20, 0.0)))}
+    params |= {"norm_top_k": draw(_int(0, 1)), "routed_scale": draw(_pick((1.0, 1.5, 2.5)))}
+    params |= {"denominator_eps": draw(_pick((1e-20, 0.0)))}
     return {"T": draw(_one_of(_ROWS, size)), "E": groups * per_group}, params
 
 
 def _moe(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
-    experts = draw(st.integers(1, 4 if size == "small" else 9))
-    dims = {"T": draw(_one_of(_FEW, size)), "E": experts, "K": draw(st.integers(1, min(4, experts)))}
+    experts = draw(_int(1, 4 if size == "small" else 9))
+    dims = {"T": draw(_one_of(_FEW, size)), "E": experts, "K": draw(_int(1, min(4, experts)))}
     return dims | {"N": draw(_one_of(_WIDE[:14], size)), "F": draw(_one_of(_WIDE[:13], size))}, {}
 
 
@@ -98,16 +109,16 @@ def _draft_table(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float
 
 def _best_first_tree(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
     dims = {"L": draw(_one_of(_FEW, size)), "K": draw(_one_of(_WIDE[:11], size))}
-    return dims, {"budget": draw(_one_of((*_WIDE[:15], 60), size)), "root": draw(st.integers(0, 9))}
+    return dims, {"budget": draw(_one_of((*_WIDE[:15], 60), size)), "root": draw(_int(0, 9))}
 
 
 def _tree_mask(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
-    return {"M": draw(_one_of(_WIDE[:17], size))}, {"prefix_len": draw(st.sampled_from((0, 1, 2, 7, 15, 16, 31, 33, 63)))}
+    return {"M": draw(_one_of(_WIDE[:17], size))}, {"prefix_len": draw(_pick((0, 1, 2, 7, 15, 16, 31, 33, 63)))}
 
 
 def _compact(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
-    rows, pending = draw(st.sampled_from((0, 1, 2, 7, 15, 16, 17, 63))), draw(_one_of(_WIDE[:13], size))
-    return {"S": rows + pending, "C": draw(_one_of(_WIDE[:14], size)), "J": draw(st.integers(1, pending))}, {"prefix_len": rows}
+    rows, pending = draw(_pick((0, 1, 2, 7, 15, 16, 17, 63))), draw(_one_of(_WIDE[:13], size))
+    return {"S": rows + pending, "C": draw(_one_of(_WIDE[:14], size)), "J": draw(_int(1, pending))}, {"prefix_len": rows}
 
 
 OP_SHAPES: dict[str, Shape] = {
@@ -124,17 +135,18 @@ OP_SHAPES: dict[str, Shape] = {
 def op_cases(size: str = "full", ops: tuple[str, ...] = tuple(OP_SHAPES), hazards: tuple[str, ...] = ()) -> st.SearchStrategy[OpCase]:
     @st.composite
     def build(draw: Draw) -> OpCase:
-        op = draw(st.sampled_from(ops))
+        op = draw(_pick(ops))
         dims, params = OP_SHAPES[op](draw, size)
-        regime = draw(st.sampled_from(REGIMES))
+        regime = draw(_pick(REGIMES))
         return OpCase(op, tuple(sorted(dims.items())), tuple(sorted(params.items())), regime, draw(SEEDS), draw(_hazards(hazards)))
 
     return build()
 
 
+@cache
 def _hazards(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
     """None most of the time, one now and then: two at once hide each other's cause."""
-    return st.sampled_from(((), (), *((name,) for name in names)))
+    return _pick(((), (), *((name,) for name in names)))
 
 
 # Trees
@@ -143,16 +155,16 @@ def _hazards(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
 def tree_cases(size: str = "full", hazards: tuple[str, ...] = ()) -> st.SearchStrategy[TreeCase]:
     @st.composite
     def build(draw: Draw) -> TreeCase:
-        vocab = draw(st.integers(1, 6) if size == "small" else st.sampled_from((1, 2, 3, 5, 8, 16, 33, 64, 100)))
+        vocab = draw(_int(1, 6) if size == "small" else _pick((1, 2, 3, 5, 8, 16, 33, 64, 100)))
         return TreeCase(
             vocab=vocab,
-            depth=draw(st.integers(1, 3 if size == "small" else 8)),
-            budget=draw(st.integers(0, 6) if size == "small" else st.sampled_from((0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 22, 31, 33))),
-            prefix_len=draw(st.sampled_from((0, 1, 2, 7, 15, 16, 17, 33))),
-            cache_dim=draw(st.sampled_from((1, 3, 8))),
-            grid=draw(st.sampled_from((0, -1, 1, 3))),
-            follow=draw(st.sampled_from((80, 100, 0, 50))),
-            minus_infinity=draw(st.sampled_from((0, 0, 0, 1, max(0, vocab - 1), vocab))),
+            depth=draw(_int(1, 3 if size == "small" else 8)),
+            budget=draw(_int(0, 6) if size == "small" else _pick((0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 22, 31, 33))),
+            prefix_len=draw(_pick((0, 1, 2, 7, 15, 16, 17, 33))),
+            cache_dim=draw(_pick((1, 3, 8))),
+            grid=draw(_pick((0, -1, 1, 3))),
+            follow=draw(_pick((80, 100, 0, 50))),
+            minus_infinity=draw(_pick((0, 0, 0, 1, max(0, vocab - 1), vocab))),
             seed=draw(SEEDS),
             hazards=draw(_hazards(hazards)),
         )
@@ -191,19 +203,20 @@ OVERRIDES: tuple[Bundle, ...] = (
 PLAN_HAZARDS = ("fork", "evict")
 
 
+@cache
 @st.composite
 def _tree(draw: Draw, node_max: int) -> tuple[Node, ...]:
     """Size class first: empty, chain, star, full binary, one branch point, random."""
-    count = draw(st.integers(0, node_max))
+    count = draw(_int(0, node_max))
     if not count:
         return ()
-    style = draw(st.sampled_from(("random", "chain", "star", "full", "branch")))
-    hits = draw(st.integers(0, 2**count - 1))
-    branch = draw(st.integers(0, count - 1)) if style == "branch" else 0
+    style = draw(_pick(("random", "chain", "star", "full", "branch")))
+    hits = draw(_int(0, 2**count - 1))
+    branch = draw(_int(0, count - 1)) if style == "branch" else 0
     nodes = []
     for index in range(count):  # node number index + 1; back 0 is its predecessor
         if style == "random":
-            back = draw(st.integers(0, min(index, 5)))
+            back = draw(_int(0, min(index, 5)))
         elif style == "star":
             back = index
         elif style == "full":
@@ -214,17 +227,18 @@ def _tree(draw: Draw, node_max: int) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
+@cache
 @st.composite
 def _generate(draw: Draw, size: str) -> GenerateCase:
     return GenerateCase(
-        drafter=draw(st.sampled_from(("random", "noisy", "table", "chain", "none"))),
-        seed=draw(st.integers(0, 1000)),
-        acceptance=draw(st.sampled_from((80, 50, 100))),
-        grid=draw(st.sampled_from((-1, 0, 2))),
-        budget=draw(st.integers(0, 4 if size == "small" else 12)),
-        block_len=draw(st.integers(1, 3 if size == "small" else 6)),
-        max_new=draw(st.integers(1, 4 if size == "small" else 10)),
-        stop_at=draw(st.sampled_from((-1, 2, 4, 0))),
+        drafter=draw(_pick(("random", "noisy", "table", "chain", "none"))),
+        seed=draw(_int(0, 1000)),
+        acceptance=draw(_pick((80, 50, 100))),
+        grid=draw(_pick((-1, 0, 2))),
+        budget=draw(_int(0, 4 if size == "small" else 12)),
+        block_len=draw(_int(1, 3 if size == "small" else 6)),
+        max_new=draw(_int(1, 4 if size == "small" else 10)),
+        stop_at=draw(_pick((-1, 2, 4, 0))),
     )
 
 
@@ -232,31 +246,32 @@ Model = tuple[str, Bundle, int, str]
 """(preset, overrides, weights seed, regime of the weights): what an engine opens once and then keeps open."""
 
 
+@cache
 @st.composite
 def models(draw: Draw, size: str) -> Model:
     small = size == "small"
-    name = draw(st.sampled_from(("tiny",) if small else ("tiny", "tiny", "tiny", "tiny-softmax", "small")))
+    name = draw(_pick(("tiny",) if small else ("tiny", "tiny", "tiny", "tiny-softmax", "small")))
     overrides = () if small and draw(st.booleans()) else draw(_overrides(name))
-    regime = draw(st.sampled_from(("ordinary",) * 6 + tuple(WEIGHT_REGIMES)))
-    return name, overrides, draw(st.integers(0, WEIGHT_SEEDS - 1)), regime
+    regime = draw(_pick(("ordinary",) * 6 + tuple(WEIGHT_REGIMES)))
+    return name, overrides, draw(_int(0, WEIGHT_SEEDS - 1)), regime
 
 
 @st.composite
 def sessions_of(draw: Draw, model: Model, size: str, loops: bool, hazards: tuple[str, ...]) -> SessionCase:
     small = size == "small"
-    count = draw(st.sampled_from((1, 2) if small else (1, 2, 2, 3)))
-    length = st.sampled_from((1, 2, 3, 4) if small else (1, 2, 3, 5, 7, 8, 9, 13, 17))
+    count = draw(_pick((1, 2) if small else (1, 2, 2, 3)))
+    length = _pick((1, 2, 3, 4) if small else (1, 2, 3, 5, 7, 8, 9, 13, 17))
     name, overrides, seed, regime = model
     return SessionCase(
         preset=name,
         overrides=overrides,
         weights_seed=seed,
         regime=regime,
-        prompts=tuple((draw(length), draw(st.integers(0, 1000))) for _ in range(count)),
-        rounds=tuple(tuple(draw(_tree(4 if small else 9)) for _ in range(count)) for _ in range(draw(st.integers(1, 2 if small else 3)))),
-        chunk=draw(st.sampled_from((0, 1, 2) if small else (0, 0, 0, 3, 4, 7))),
-        mixed=draw(st.sampled_from((True, True, True, False))),
-        generate=draw(_generate(size)) if loops and draw(st.integers(0, 3)) == 0 else None,
+        prompts=tuple((draw(length), draw(_int(0, 1000))) for _ in range(count)),
+        rounds=tuple(tuple(draw(_tree(4 if small else 9)) for _ in range(count)) for _ in range(draw(_int(1, 2 if small else 3)))),
+        chunk=draw(_pick((0, 1, 2) if small else (0, 0, 0, 3, 4, 7))),
+        mixed=draw(_pick((True, True, True, False))),
+        generate=draw(_generate(size)) if loops and draw(_int(0, 3)) == 0 else None,
         hazards=draw(_hazards(hazards)),
     )
 
@@ -271,7 +286,9 @@ def frozen_sessions(*, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZAR
     return session_cases("full", loops=loops, hazards=hazards).map(lengthened)
 
 
-def session_batches(size: str, most: int, *, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS) -> st.SearchStrategy[list[SessionCase]]:
+def session_batches(
+    size: str, most: int, *, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS
+) -> st.SearchStrategy[list[SessionCase]]:
     """Sessions that share one model, so that weights are made and the engine is opened once for all of them. Full ones are in the frozen mix."""
 
     def of_model(model: Model) -> st.SearchStrategy[list[SessionCase]]:
@@ -281,10 +298,11 @@ def session_batches(size: str, most: int, *, loops: bool = True, hazards: tuple[
     return models(size).flatmap(of_model)
 
 
+@cache
 @st.composite
 def _overrides(draw: Draw, name: str) -> Bundle:
     """One bundle that fits the preset; the empty one where it does not."""
-    bundle: Bundle = draw(st.sampled_from(OVERRIDES))
+    bundle: Bundle = draw(_pick(OVERRIDES))
     return bundle if _fits(name, bundle) else ()
 
 
@@ -327,8 +345,6 @@ def in_frozen_mix(case: Case) -> bool:
 
 def lengthened(case: SessionCase) -> SessionCase:
     """The case with a second round, if it has one only, and a first prompt long enough for FROZEN_ROWS_MIN rows."""
-    import dataclasses
-
     rounds = case.rounds if len(case.rounds) >= FROZEN_ROUNDS_MIN else (case.rounds * FROZEN_ROUNDS_MIN)[:FROZEN_ROUNDS_MIN]
     longer = dataclasses.replace(case, rounds=rounds)
     lacking = FROZEN_ROWS_MIN - rows_of(longer)

@@ -70,6 +70,13 @@ class Outcome:
         return tuple(rung for rung in RUNGS if rung in reached)
 
 
+def takes_views(worker: Worker) -> bool:
+    """Whether an engine takes strided inputs: "no" is an answer, given once, and not a finding per operation."""
+    call = op_call(OpCase("add", (("N", 3), ("T", 2)), (), "ordinary", 0, ("views",)))
+    (answer,) = worker.calls([call])
+    return answer.failure is None or answer.failure.kind != "unsupported"
+
+
 class Bench:
     """One engine in its worker, and the judge. Raises CaseError for a case that cannot be materialised."""
 

@@ -51,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _code_of(problem)
         if code == INTERNAL and (os.environ.get("PARITREE_DEBUG") or getattr(options, "debug", False)):
             raise
-        text = str(problem) if code != INTERNAL else f"internal error: {type(problem).__name__}: {problem}; run again with --debug for the traceback"
+        text = (
+            str(problem)
+            if code != INTERNAL
+            else f"internal error: {type(problem).__name__}: {problem}; run again with --debug for the traceback"
+        )
         return _failed(text, SKIP if getattr(options, "bisect", False) is True else code, options)
 
 
@@ -105,7 +109,9 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="one JSON document on stdout, everything else on stderr")
         sub.add_argument("--debug", action="store_true", help="tracebacks for internal errors")
         if store:
-            sub.add_argument("--store", default=defaults.get("store", DEFAULT_STORE), metavar="DIR", help="folder of the store (%(default)s)")
+            sub.add_argument(
+                "--store", default=defaults.get("store", DEFAULT_STORE), metavar="DIR", help="folder of the store (%(default)s)"
+            )
         sub.set_defaults(run=run)
         return sub
 
@@ -113,7 +119,9 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
         sub.add_argument("--jobs", type=_positive, default=defaults.get("jobs"), help="shards (one per core)")
         sub.add_argument("--seed", type=int, default=defaults.get("seed", 0), help="of the campaign (%(default)s)")
         sub.add_argument("--report", default=defaults.get("report"), metavar="FILE.html", help="write the page afterwards")
-        sub.add_argument("--no-hazards", dest="hazards", action="store_false", default=defaults.get("hazards", True), help="friendly memory layouts only")
+        sub.add_argument(
+            "--no-hazards", dest="hazards", action="store_false", default=defaults.get("hazards", True), help="friendly memory layouts only"
+        )
         sub.add_argument("--no-minimise", dest="minimise", action="store_false", help="report findings as they were met")
         sub.add_argument("--commit", default="", help="commit of the engine, for the report")
 
@@ -152,7 +160,9 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
 
     sub = command("bisect", bisect, "where does it diverge? guilty operation, layer and token; then the build")
     finding(sub)
-    sub.add_argument("--builds", nargs="+", default=[], metavar="ENGINE", help="engines from good to bad, oldest first: find the first bad one")
+    sub.add_argument(
+        "--builds", nargs="+", default=[], metavar="ENGINE", help="engines from good to bad, oldest first: find the first bad one"
+    )
 
     sub = command("report", report, "write the page of a store: one HTML file that opens offline")
     sub.add_argument("--out", default="", metavar="FILE.html", help="(STORE/report.html)")
@@ -217,7 +227,7 @@ def _campaign_options(options: Options) -> Any:
 
     seconds, trials = budget_of(options.budget) if options.budget else (None, None)
     return runner.Options(
-        store=options.store, trials=trials or (10**9 if seconds else getattr(options, "trials", runner.TRIALS)), seconds=seconds, jobs=options.jobs,
+        store=options.store, trials=trials or (10**9 if seconds else int(getattr(options, "trials", runner.TRIALS))), seconds=seconds, jobs=options.jobs,
         seed=options.seed, hazards=options.hazards, minimise=options.minimise, stop_at_first=getattr(options, "stop_at_first", False),
         command=options.command_line, budget=options.budget or "", commit=options.commit,
     )  # fmt: skip
@@ -265,7 +275,18 @@ def nightly(options: Options) -> int:
     if options.json:
         groups = {status: [row["finding_id"] for row in rows] for status, rows in night.by_status().items()}
         engines_ = [result.plain() for result in night.results]
-        print(json.dumps({"run_id": night.run_id, "exit_code": code, "report": page, "findings": groups, "accepted": sorted(night.accepted), "engines": engines_}))
+        print(
+            json.dumps(
+                {
+                    "run_id": night.run_id,
+                    "exit_code": code,
+                    "report": page,
+                    "findings": groups,
+                    "accepted": sorted(night.accepted),
+                    "engines": engines_,
+                }
+            )
+        )
     else:
         print(console.night(night))
         if page:
@@ -341,7 +362,13 @@ def replay(options: Options) -> int:
     fails = result.reproduced > 0 or (result.changed and not options.bisect)
     code = FINDINGS if fails else CLEAN
     if options.json:
-        body = {"finding": options.finding, "engine": engine, "status": result.status, "reproduced": result.reproduced, "attempts": result.attempts}
+        body = {
+            "finding": options.finding,
+            "engine": engine,
+            "status": result.status,
+            "reproduced": result.reproduced,
+            "attempts": result.attempts,
+        }
         print(json.dumps(body | {"exit_code": code, "judgements": console.plain_judgements(result.outcome.judgements)}))
     else:
         print(f"{options.finding}: {result.status}, failed again in {result.reproduced} of {result.attempts} replays")
@@ -363,18 +390,41 @@ def shrink(options: Options) -> int:
         name = supervisor.description.name
         found = fingerprint.first(name, list(Bench(supervisor).outcome(stored.case).judgements))
         if found is None:
-            print(json.dumps({"status": "passes"}) if options.json else f"{options.finding}: passes on {engine}, there is nothing to shrink")
+            print(
+                json.dumps({"status": "passes"}) if options.json else f"{options.finding}: passes on {engine}, there is nothing to shrink"
+            )
             return CLEAN
     smallest = minimise.minimum(engine, stored.case, found[0], seconds=options.seconds)
     if smallest is None:
-        print(json.dumps({"status": "flaky"}) if options.json else f"{options.finding}: did not fail again; it is flaky or needs what ran before")
+        print(
+            json.dumps({"status": "flaky"})
+            if options.json
+            else f"{options.finding}: did not fail again; it is flaky or needs what ran before"
+        )
         return FINDINGS
     line = to_json(smallest.case)
     if options.out:
         with Supervisor(engine, deadline_s=Deadline()) as supervisor:
-            capsule.write(Path(options.out), engine, Bench(supervisor), smallest.case, smallest.judgement, finding_id=stored.finding_id or Path(options.out).name)
+            capsule.write(
+                Path(options.out),
+                engine,
+                Bench(supervisor),
+                smallest.case,
+                smallest.judgement,
+                finding_id=stored.finding_id or Path(options.out).name,
+            )
     if options.json:
-        print(json.dumps({"status": "smaller", "case": json.loads(line), "nodes": nodes_of(smallest.case), "checks": smallest.checks, "out": options.out}))
+        print(
+            json.dumps(
+                {
+                    "status": "smaller",
+                    "case": json.loads(line),
+                    "nodes": nodes_of(smallest.case),
+                    "checks": smallest.checks,
+                    "out": options.out,
+                }
+            )
+        )
     else:
         print(f"{capsule.in_words(smallest.case)}\n  {smallest.judgement.message}\n  after {smallest.checks} runs of the engine\n{line}")
         if options.out:
@@ -398,7 +448,11 @@ def bisect(options: Options) -> int:
         print(json.dumps({"status": "passes"}) if options.json else f"{options.finding}: passes on {engine}")
         return CLEAN
     if options.json:
-        print(json.dumps(bisect_module.bisect_column(location) | {"stations": bisect_module.trace_column(location), "first_bad_build": first_bad}))
+        print(
+            json.dumps(
+                bisect_module.bisect_column(location) | {"stations": bisect_module.trace_column(location), "first_bad_build": first_bad}
+            )
+        )
     else:
         print(console.location(location))
         if first_bad is not None:
@@ -415,14 +469,20 @@ def engines(options: Options) -> int:
 
     if not options.names:
         names = known_engines()
-        print(json.dumps({"engines": list(names)}) if options.json else "\n".join([*names, "", "other forms: ./library.so, MODULE:CLASS, blocked:NAME, native:PLANT"]))
+        print(
+            json.dumps({"engines": list(names)})
+            if options.json
+            else "\n".join([*names, "", "other forms: ./library.so, MODULE:CLASS, blocked:NAME, native:PLANT"])
+        )
         return CLEAN
     facts = [engine_facts(name) for name in options.names]
     if options.json:
         print(json.dumps({"engines": facts}))
     else:
         for fact in facts:
-            print("\n".join(f"{key:13} {', '.join(value) if isinstance(value, list) else value}" for key, value in fact.items()), end="\n\n")
+            print(
+                "\n".join(f"{key:13} {', '.join(value) if isinstance(value, list) else value}" for key, value in fact.items()), end="\n\n"
+            )
     return CLEAN
 
 
@@ -448,7 +508,10 @@ def doctor(options: Options) -> int:
         print(json.dumps({"facts": facts}))
     else:
         for fact in facts:
-            print(f"{'ok ' if fact['ok'] else 'BAD'} {fact['name']:22} {fact['found']}" + (f"\n      {fact['advice']}" if not fact["ok"] else ""))
+            print(
+                f"{'ok ' if fact['ok'] else 'BAD'} {fact['name']:22} {fact['found']}"
+                + (f"\n      {fact['advice']}" if not fact["ok"] else "")
+            )
     return CLEAN if all(fact["ok"] for fact in facts) else FINDINGS
 
 

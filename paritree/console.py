@@ -72,7 +72,9 @@ def exit_code(results: Iterable[EngineResult]) -> int:
 
 def ladder(result: EngineResult) -> str:
     """One engine: trials, a line per rung, findings."""
-    lines = [f"{result.engine}: {result.trials:,} trials in {result.seconds:.0f} s, {result.frozen:,} frozen-mix sessions, {result.verified:,} values compared"]
+    lines = [
+        f"{result.engine}: {result.trials:,} trials in {result.seconds:.0f} s, {result.frozen:,} frozen-mix sessions, {result.verified:,} values compared"
+    ]
     if result.nothing:
         lines.append(f"  nothing to check: {result.nothing}")
     for rung in RUNGS:
@@ -87,7 +89,9 @@ def ladder(result: EngineResult) -> str:
         mark = "FAIL" if failing else "ok" if passing else "?"
         others = ", ".join(f"{name} {count:,}" for name, count in sorted(verdicts.items()) if Verdict(name) not in PASSING)
         detail = f"; {others}" if others else ""
-        lines.append(f"  {mark:4} {rung:18} {passing:,} of {total:,} trials pass, {share(tally['unverified'], tally['unverified'] + tally['checked'])} unverified{detail}")
+        lines.append(
+            f"  {mark:4} {rung:18} {passing:,} of {total:,} trials pass, {share(tally['unverified'], tally['unverified'] + tally['checked'])} unverified{detail}"
+        )
     if result.first_failing_rung:
         lines.append(f"  first failing rung: {result.first_failing_rung}")
     for event in result.findings.values():
@@ -115,7 +119,9 @@ def night(result: Night) -> str:
     for status, rows in result.by_status().items():
         for row in rows:
             accepted = " (accepted in the ledger)" if row["finding_id"] in result.accepted else ""
-            lines.append(f"{status:9} {row['finding_id']} {row['engine']} {row['verdict']} {row['op'] or row['rule']} ({row['rung']}){accepted}: {first_line(row['message'])}")
+            lines.append(
+                f"{status:9} {row['finding_id']} {row['engine']} {row['verdict']} {row['op'] or row['rule']} ({row['rung']}){accepted}: {first_line(row['message'])}"
+            )
     counts = ", ".join(f"{len(rows)} {status}" for status, rows in result.by_status().items() if rows)
     lines.append(counts or "nothing found")
     return "\n".join(lines)
@@ -125,7 +131,9 @@ def location(found: Location) -> str:
     lines = [found.sentence(), f"  {found.note}"]
     for station in found.stations:
         here = "  <- here" if (station.tap, station.layer) == (found.judgement.tap, found.judgement.layer) else ""
-        lines.append(f"  layer {station.layer:3} {station.tap:16} relative error {station.relative_error:8.2e}  share of bound {station.share:8.2e}{here}")
+        lines.append(
+            f"  layer {station.layer:3} {station.tap:16} relative error {station.relative_error:8.2e}  share of bound {station.share:8.2e}{here}"
+        )
     if found.stations:
         lines.append(f"  the step's token {'changes' if found.token_changed else 'stays'}")
     return "\n".join(lines)

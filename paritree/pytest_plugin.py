@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("paritree", "differential verification of inference engines")
     group.addoption(
-        "--paritree-engine", action="append", default=[], metavar="ENGINE", help="engine under test (repeatable): name, PATH.so or MODULE:CLASS"
+        "--paritree-engine",
+        action="append",
+        default=[],
+        metavar="ENGINE",
+        help="engine under test (repeatable): name, PATH.so or MODULE:CLASS",
     )
 
 

@@ -126,7 +126,10 @@ class Generation:
 class Drafter(Protocol):
     """Deterministic draft logits. `history` is the prompt and everything emitted, the root last."""
 
-    block_len: int  # L, the maximum depth
+    @property
+    def block_len(self) -> int:
+        """L, the maximum depth."""
+        ...
 
     def draft(self, sequence: int, history: Int) -> Float:
         """float32 [L, V]; row d-1 is the distribution of the token at depth d, position len(history) - 1 + d (rule T1)."""
