@@ -11,6 +11,7 @@
 //                              flattened into query rows of a matrix product and nothing of size rows x keys reaches global memory
 #pragma once
 #include "common.cuh"
+#include "ptx.cuh"
 
 namespace paritree {
 
@@ -18,7 +19,7 @@ namespace paritree {
 // grid (rows * heads), block 128; dynamic shared memory: (width + 4 * 4 + 128) floats.
 PARITREE_INLINE void tree_attention_plain(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask,
                                           int mask_words, int heads, int kv_rank, int width, int prefix_len, int keys, float scale, float* out) {
-    extern __shared__ float shared[];
+    PARITREE_SHARED(float, shared);
     float* q = shared;                 // [width]
     float* weights = q + width;        // [128], one key per thread and round
     float* partial = weights + 128;    // [4], one per warp
@@ -92,7 +93,7 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
                                           int mask_words, int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale,
                                           float* out, float* part_out, float* part_stat) {
     using namespace tiled_f32;
-    extern __shared__ __align__(16) float shared[];
+    PARITREE_SHARED(float, shared);
     float* key_tile = shared;                            // [KEYS][KEY_STRIDE]
     float* chunk0 = key_tile + KEY_FLOATS;               // [ROWS][CHUNK_STRIDE]
     float* chunk1 = chunk0 + CHUNK_FLOATS;

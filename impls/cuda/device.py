@@ -1,0 +1,120 @@
+"""Where kernels run: the few things that the host code of this folder asks of a device. CuPy on a GPU here, the emulator in emulate.py.
+
+Arrays are whatever the device gives (cupy.ndarray or numpy.ndarray); both have shape, dtype, strides, slicing and reshape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from impls.cuda.source import expanded, kernel_names
+from spec.engine import Unsupported
+
+Array = Any
+Shape = tuple[int, ...]
+SHARED_DEFAULT = 48 * 1024  # a kernel that wants more dynamic shared memory has to say so once
+GUARD_BYTES = 256  # behind every buffer of a checking device
+POISON = 0xFF  # float32 NaN, int32 -1
+
+
+class Device(Protocol):
+    """`launch` is asynchronous and in order; `download` waits. Arguments: arrays (their address), None (a null pointer), int (32 bits),
+    float (32 bits), and NumPy scalars as they are."""
+
+    processors: int
+
+    def empty(self, shape: Shape, dtype: Any) -> Array:
+        """Uninitialised; a checking device fills it with poison."""
+        ...
+
+    def zeros(self, shape: Shape, dtype: Any) -> Array: ...
+
+    def upload(self, values: NDArray[Any]) -> Array: ...
+
+    def download(self, array: Array) -> NDArray[Any]: ...
+
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Any], shared_bytes: int = 0) -> None: ...
+
+
+class OutOfBounds(Exception):
+    """A kernel wrote behind the end of a buffer."""
+
+
+class CupyDevice:
+    """One CUDA device through CuPy. `checking`: buffers are full of poison, with guard words behind them that `check_guards` looks at."""
+
+    def __init__(self, *, checking: bool = False) -> None:
+        try:
+            import cupy
+        except ImportError as problem:
+            raise Unsupported(f"CuPy cannot be imported ({problem}): install paritree[cuda13] or paritree[cuda12]") from None
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as problem:
+            raise Unsupported(f"there is no CUDA device: {problem}") from None
+        if count == 0:
+            raise Unsupported("there is no CUDA device")
+        self._cupy = cupy
+        self._checking = checking
+        self._module = cupy.RawModule(code=expanded(), options=("-std=c++17",), name_expressions=None)
+        self._kernels: dict[str, Any] = {}
+        self._guarded: list[Any] = []
+        self.processors: int = cupy.cuda.Device().attributes["MultiProcessorCount"]
+
+    def empty(self, shape: Shape, dtype: Any) -> Array:
+        if not self._checking:
+            return self._cupy.empty(shape, dtype)
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        whole = self._cupy.full(size + GUARD_BYTES, POISON, np.uint8)
+        self._guarded.append(whole[size:])
+        return whole[:size].view(dtype).reshape(shape)
+
+    def zeros(self, shape: Shape, dtype: Any) -> Array:
+        out = self.empty(shape, dtype)
+        out.fill(0)
+        return out
+
+    def upload(self, values: NDArray[Any]) -> Array:
+        out = self.empty(values.shape, values.dtype)
+        if values.size:
+            out.set(np.ascontiguousarray(values))
+        return out
+
+    def download(self, array: Array) -> NDArray[Any]:
+        out: NDArray[Any] = self._cupy.asnumpy(array)
+        return out
+
+    def check_guards(self) -> None:
+        """Raises OutOfBounds if any buffer made since the last call has been overrun."""
+        guarded, self._guarded = self._guarded, []
+        if guarded and not bool((self._cupy.concatenate(guarded) == POISON).all()):
+            raise OutOfBounds("a kernel wrote behind the end of one of its buffers")
+
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Any], shared_bytes: int = 0) -> None:
+        function = self._kernels.get(kernel)
+        if function is None:
+            function = self._kernels[kernel] = self._module.get_function(kernel)
+        if shared_bytes > SHARED_DEFAULT and function.max_dynamic_shared_size_bytes < shared_bytes:
+            function.max_dynamic_shared_size_bytes = shared_bytes
+        shape = (*grid, 1, 1)[:3]
+        function(shape, (threads,), tuple(map(_argument, arguments)), shared_mem=shared_bytes)
+
+    def synchronise(self) -> None:
+        self._cupy.cuda.get_current_stream().synchronize()
+
+
+def _argument(value: Any) -> Any:
+    if value is None:
+        return np.uint64(0)
+    if isinstance(value, bool | int):
+        return np.int32(value)
+    if isinstance(value, float):
+        return np.float32(value)
+    return value
+
+
+__all__ = ["Array", "CupyDevice", "Device", "OutOfBounds", "kernel_names"]

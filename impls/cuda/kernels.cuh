@@ -1,0 +1,16 @@
+// Every kernel, as one translation unit: what CuPy's RawModule, the launcher, the compile checks and the emulator compile.
+#pragma once
+#include "argmax.cuh"
+#include "common.cuh"
+#include "compact.cuh"
+#include "draft_table.cuh"
+#include "gemm_f32.cuh"
+#include "gemm_int4.cuh"
+#include "moe.cuh"
+#include "norm.cuh"
+#include "pointwise.cuh"
+#include "ptx.cuh"
+#include "route.cuh"
+#include "softmax.cuh"
+#include "tree.cuh"
+#include "tree_attention_f32.cuh"

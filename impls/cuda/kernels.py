@@ -1,0 +1,363 @@
+"""The kernels as functions on device arrays: grids, strides, workspaces, and which form of a kernel serves which sizes.
+
+Nothing here touches host data. T = rows, H = heads, R = kv_rank, C = R + rope_dim, S = keys, E = experts, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from impls.cuda.device import Array, Device
+from spec.engine import Unsupported
+
+LAUNCH_ROWS_MAX = 65535  # of the second and third dimension of a grid
+WORKSPACE_MAX = 64 << 20  # bytes, of one attention call
+TILED_RANK, TILED_WIDTH, TILED_ROWS, TILED_KEYS = 512, 576, 64, 32
+TILED_SHARED = 100_864  # bytes; asserted in tree_attention_f32.cuh
+DRAFT_CHUNK, DRAFT_BINS, DRAFT_SORT = 4096, 4096, 4096  # draft_table.cuh
+DEPTH_MAX, BUDGET_MAX = 20, 1024  # tree.cuh
+FEW_ROWS = 8
+GROUPED_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Row r of a sequence stands in slot table[r // size] * size + r % size."""
+
+    table: Array  # [pages] int32, on the device
+    size: int
+
+
+class Kernels:
+    """`forms`: "fast", or "plain" for the first version of every kernel that has several."""
+
+    def __init__(self, device: Device, forms: str = "fast") -> None:
+        if forms not in ("fast", "plain"):
+            raise ValueError(f"forms is {forms!r}, but must be fast or plain")
+        self.device = device
+        self.plain = forms == "plain"
+
+    # Rows
+
+    def embed(self, table: Array, ids: Array) -> Array:
+        out = self.device.empty((len(ids), table.shape[1]), np.float32)
+        if out.size:
+            self.device.launch("embed_f32", (len(ids),), 128, (table, ids, out, table.shape[1]))
+        return out
+
+    def add(self, a: Array, b: Array) -> Array:
+        out = self.device.empty(a.shape, np.float32)
+        self._over("add_f32", a.size, (a, b, out, np.int64(a.size)))
+        return out
+
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        out = self.device.empty(gate.shape, np.float32)
+        self._over("swiglu_f32", gate.size, (gate, up, out, np.int64(gate.size)))
+        return out
+
+    def rope(self, x: Array, cos: Array, sin: Array, half_layout: bool, out: Array | None = None) -> Array:
+        """x [T, H, D], and `out` if given, may be slices of wider rows; their last axis is contiguous."""
+        rows, heads, width = x.shape
+        if out is None:
+            out = self.device.empty(x.shape, np.float32)
+        count = rows * heads * (width // 2)
+        self._over(
+            "rope_f32",
+            count,
+            (x, _step(x, 0), _step(x, 1), cos, sin, out, _step(out, 0), _step(out, 1), rows, heads, width // 2, int(half_layout)),
+        )
+        return out
+
+    def rms_norm(self, x: Array, gain: Array, eps: float, out: Array | None = None) -> Array:
+        """x [T, N], and `out` if given, may be slices of wider rows."""
+        if out is None:
+            out = self.device.empty(x.shape, np.float32)
+        if out.size:
+            threads = min(256, _round_up(x.shape[1], 32))
+            self.device.launch("rms_norm_f32", (x.shape[0],), threads, (x, _step(x, 0), gain, float(eps), out, _step(out, 0), x.shape[1]))
+        return out
+
+    def combine(self, weights: Array, experts: Array, shared: Array | None) -> Array:
+        rows, chosen, width = experts.shape
+        out = self.device.empty((rows, width), np.float32)
+        if out.size:
+            self.device.launch("combine_f32", (rows,), 128, (weights, experts, shared, out, chosen, width))
+        return out
+
+    # Matrix products
+
+    def matmul(self, x: Array, w: Array, *, transposed: bool = False, scale: float = 1.0, out: Array | None = None) -> Array:
+        """scale * x @ w, or x @ w.T with w [N, K]; x [T, K] may be a slice of wider rows."""
+        cols = w.shape[0] if transposed else w.shape[1]
+        if out is None:
+            out = self.device.empty((x.shape[0], cols), np.float32)
+        self._gemm(x, _step(x, 0), 0, w, _step(w, 0), 0, out, _step(out, 0), 0, x.shape[0], cols, x.shape[1], 1, transposed, scale)
+        return out
+
+    def per_head(self, x: Array, w: Array, out: Array | None = None) -> Array:
+        """out[t, h] = x[t, h] @ w[h]: x [T, H, K] and `out` [T, H, N] may be slices of wider rows, w is [H, K, N]."""
+        rows, heads, inner = x.shape
+        cols = w.shape[2]
+        if out is None:
+            out = self.device.empty((rows, heads, cols), np.float32)
+        self._gemm(
+            x, _step(x, 0), _step(x, 1), w, cols, inner * cols, out, _step(out, 0), _step(out, 1), rows, cols, inner, heads, False, 1.0
+        )
+        return out
+
+    def _gemm(
+        self, a: Array, a_row: int, a_batch: int, b: Array, b_row: int, b_batch: int, c: Array, c_row: int, c_batch: int,
+        rows: int, cols: int, inner: int, batches: int, transposed: bool, scale: float,
+    ) -> None:  # fmt: skip
+        if rows == 0 or cols == 0 or batches == 0:
+            return
+        arguments = (
+            a, a_row, np.int64(a_batch), b, b_row, np.int64(b_batch), c, c_row, np.int64(c_batch), rows, cols, inner, float(scale),
+        )  # fmt: skip
+        suffix = "_nt_f32" if transposed else "_f32"
+        if self.plain:
+            self.device.launch(f"matmul_plain{suffix}", (-(-cols // 128), rows, batches), 128, arguments)
+        elif rows <= FEW_ROWS and not transposed:
+            self.device.launch("matmul_rows_f32", (-(-cols // 32), 1, batches), 256, arguments)
+        else:
+            self.device.launch(f"matmul_tiled{suffix}", (-(-cols // 64), -(-rows // 64), batches), 256, arguments)
+
+    def matmul_int4(self, x: Array, packed: Array, scales: Array) -> Array:
+        """x [T, K] against int4 weights in groups of 32: packed [K / 8, N] uint32, scales [K / 32, N] bfloat16 bits."""
+        rows, inner = x.shape
+        cols = packed.shape[1]
+        if inner % 32 or packed.shape[0] * 8 != inner or scales.shape != (inner // 32, cols):
+            raise ValueError(f"x {x.shape}, packed {packed.shape} and scales {scales.shape} do not fit: groups of 32 rows of K are needed")
+        out = self.device.empty((rows, cols), np.float32)
+        if self.plain:
+            self.device.launch("matmul_int4_plain", (-(-cols // 128), rows), 128, (x, packed, scales, out, rows, cols, inner))
+        else:
+            self.device.launch("matmul_int4_rows", (-(-cols // 64), -(-rows // 8)), 256, (x, packed, scales, out, rows, cols, inner))
+        return out
+
+    # Attention
+
+    def scores(self, q: Array, keys: Array, scale: float) -> Array:
+        """q [T, H, C], keys [S, C] -> [T, H, S]."""
+        rows, heads, width = q.shape
+        return self.matmul(q.reshape(rows * heads, width), keys, transposed=True, scale=scale).reshape(rows, heads, len(keys))
+
+    def softmax(self, scores: Array, visible: Array) -> Array:
+        """scores [T, H, S], visible [T, S] uint8."""
+        rows, heads, keys = scores.shape
+        out = self.device.empty(scores.shape, np.float32)
+        if out.size:
+            self.device.launch("softmax_f32", (rows * heads,), 128, (scores, visible, out, heads, keys, keys, keys))
+        return out
+
+    def o_latent(self, probs: Array, latent: Array) -> Array:
+        """probs [T, H, S], latent [S, R] (may be a slice of wider rows) -> [T, H, R]."""
+        rows, heads, keys = probs.shape
+        rank = latent.shape[1]
+        out = self.device.empty((rows, heads, rank), np.float32)
+        if out.size:
+            self.device.launch("o_latent_f32", (rows * heads,), 128, (probs, keys, latent, None, 1, _step(latent, 0), out, rank, keys, rank))
+        return out
+
+    def pack_mask(self, visible: Array) -> Array:
+        """visible [T, S] uint8 -> bits [T, ceil(S / 32)] uint32."""
+        rows, keys = visible.shape
+        bits = self.device.empty((rows, -(-keys // 32)), np.uint32)
+        if bits.size:
+            self.device.launch("pack_mask", (rows,), 128, (visible, bits, keys))
+        return bits
+
+    def tree_attention(
+        self, q: Array, cache: Array, bits: Array, prefix_len: int, keys: int, kv_rank: int, scale: float, pages: Pages | None = None
+    ) -> Array:
+        """q [T, H, C] against the first `keys` rows of a cache [slots, C]: the first prefix_len are seen by all, the others by `bits`."""
+        rows, heads, width = q.shape
+        out = self.device.empty((rows, heads, kv_rank), np.float32)
+        if out.size == 0:
+            return out
+        table, size = (None, 1) if pages is None else (pages.table, pages.size)
+        words = bits.shape[1]
+        if self.plain or (kv_rank, width) != (TILED_RANK, TILED_WIDTH):
+            self.device.launch(
+                "tree_attention_plain_f32", (rows * heads,), 128,
+                (q, cache, table, size, bits, words, heads, kv_rank, width, prefix_len, keys, float(scale), out),
+                4 * (width + 128 + 4),
+            )  # fmt: skip
+            return out
+        query_rows = rows * heads
+        splits, per_split = self.splits(query_rows, keys)
+        part_out = part_stat = None
+        if splits > 1:
+            part_out = self.device.empty((splits, query_rows, kv_rank), np.float32)
+            part_stat = self.device.empty((splits, query_rows, 2), np.float32)
+        self.device.launch(
+            "tree_attention_tiled_f32", (-(-query_rows // TILED_ROWS), splits), 256,
+            (q, cache, table, size, bits, words, heads, query_rows, prefix_len, keys, per_split, float(scale), out, part_out, part_stat),
+            TILED_SHARED,
+        )  # fmt: skip
+        if splits > 1:
+            self.device.launch("tree_attention_merge_f32", (query_rows,), 128, (part_out, part_stat, splits, query_rows, kv_rank, out))
+        return out
+
+    def splits(self, query_rows: int, keys: int) -> tuple[int, int]:
+        """(parts of the keys, keys a part): enough blocks for the device, at least two tiles a part, and workspace within WORKSPACE_MAX."""
+        tiles = -(-query_rows // TILED_ROWS)
+        wanted = max(1, self.device.processors // tiles)
+        room = max(1, WORKSPACE_MAX // (4 * query_rows * (TILED_RANK + 2)))
+        splits = max(1, min(wanted, room, -(-keys // (2 * TILED_KEYS))))
+        per_split = _round_up(-(-keys // splits), TILED_KEYS)
+        return max(1, -(-keys // per_split)), per_split
+
+    # Experts
+
+    def router_scores(self, logits: Array, over_all: bool) -> Array:
+        out = self.device.empty(logits.shape, np.float32)
+        if out.size:
+            self.device.launch("router_scores_f32", (logits.shape[0],), 128, (logits, out, logits.shape[1], int(over_all)))
+        return out
+
+    def route(
+        self, scores: Array, bias: Array | None, *, top_k: int, groups: int, top_groups: int, group_score_max: bool, norm_top_k: bool,
+        routed_scale: float, denominator_eps: float,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        rows, experts = scores.shape
+        ids, weights = self.device.empty((rows, top_k), np.int32), self.device.empty((rows, top_k), np.float32)
+        if rows:
+            self.device.launch(
+                "route_f32", (rows,), 32,
+                (scores, bias, ids, weights, experts, top_k, groups, top_groups, int(group_score_max), int(norm_top_k), float(routed_scale),
+                 float(denominator_eps)),
+                4 * (experts + groups + top_k),
+            )  # fmt: skip
+        return ids, weights
+
+    def experts(self, x: Array, ids: Array, gate: Array, up: Array, down: Array) -> dict[str, Array]:
+        """gate, up, act [T, K, F] and out [T, K, N] of the chosen experts ids [T, K]."""
+        rows, chosen = ids.shape
+        experts, hidden, width = gate.shape
+        pairs = rows * chosen
+        starts, order = self.device.empty((experts + 1,), np.int32), self.device.empty((pairs,), np.int32)
+        if pairs:
+            self.device.launch("moe_group", (1,), min(1024, _round_up(experts, 32)), (ids, starts, order, pairs, experts), 4 * (experts + 1))
+
+        def grouped(a: Array, divisor: int, w: Array) -> Array:
+            inner, cols = w.shape[1:]
+            out = self.device.empty((rows, chosen, cols), np.float32)
+            if out.size:
+                tiles = min(pairs, experts) + pairs // GROUPED_ROWS
+                self.device.launch(
+                    "matmul_grouped_f32", (-(-cols // 64), tiles), 256, (a, divisor, w, starts, order, out, experts, cols, inner)
+                )
+            return out
+
+        gate_out, up_out = grouped(x, chosen, gate), grouped(x, chosen, up)
+        act = self.swiglu(gate_out, up_out)
+        return {"gate": gate_out, "up": up_out, "act": act, "out": grouped(act, 1, down)}
+
+    # Trees
+
+    def argmax(self, logits: Array) -> Array:
+        rows, vocab = logits.shape
+        ids = self.device.empty((rows,), np.int32)
+        if not rows:
+            return ids
+        splits = min(64, -(-vocab // 4096))
+        if self.plain or splits < 2:
+            self.device.launch("argmax_f32", (rows,), 256, (logits, ids, vocab))
+            return ids
+        partial = self.device.empty((rows, splits), np.uint64)
+        self.device.launch("argmax_split_f32", (rows, splits), 256, (logits, partial, vocab))
+        self.device.launch("argmax_join", (rows,), 32, (partial, ids, splits))
+        return ids
+
+    def draft_table(self, logits: Array, width: int, status: Array) -> tuple[Array, Array]:
+        """ids and log_probs [L, width] of logits [L, V]; width <= V. Raises Unsupported above BUDGET_MAX candidates."""
+        depths, vocab = logits.shape
+        if width > BUDGET_MAX:
+            raise Unsupported(f"{width} candidates a depth are asked for, but these kernels hold {BUDGET_MAX}")
+        ids, log_probs = self.device.empty((depths, width), np.int32), self.device.empty((depths, width), np.float32)
+        if depths == 0:
+            return ids, log_probs
+        if self.plain:
+            self.device.launch("draft_table_plain", (depths,), 256, (logits, ids, log_probs, status, vocab, width))
+            return ids, log_probs
+        parts_count = -(-vocab // DRAFT_CHUNK)
+        parts = self.device.empty((depths, parts_count, 2), np.float32)
+        counters = self.device.zeros((depths * (DRAFT_BINS + 1),), np.uint32)
+        histogram, counts = counters[: depths * DRAFT_BINS], counters[depths * DRAFT_BINS :]
+        candidates = self.device.empty((depths, vocab), np.uint64)
+        grid = (parts_count, depths)
+        self.device.launch("draft_scan", grid, 256, (logits, parts, histogram, status, vocab))
+        if width:
+            self.device.launch("draft_collect", grid, 256, (logits, histogram, candidates, counts, vocab, width))
+            self.device.launch(
+                "draft_finish", (depths,), 1024, (parts, candidates, counts, ids, log_probs, parts_count, vocab, width), 8 * DRAFT_SORT
+            )
+        return ids, log_probs
+
+    def best_first_tree(self, ids: Array, log_probs: Array, budget: int, root: int, status: Array) -> tuple[Array, Array, Array, Array]:
+        """tokens, parents, depths [budget + 1] and count [1]. Raises Unsupported above BUDGET_MAX nodes or DEPTH_MAX depths."""
+        depth_max, width = ids.shape
+        if budget > BUDGET_MAX or depth_max > DEPTH_MAX:
+            raise Unsupported(f"budget {budget} and {depth_max} depths are asked for, but these kernels hold {BUDGET_MAX} and {DEPTH_MAX}")
+        tokens, parents, depths = (self.device.empty((budget + 1,), np.int32) for _ in range(3))
+        count = self.device.empty((1,), np.int32)
+        self.device.launch(
+            "best_first_tree", (1,), 256, (ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, count, status),
+            (budget + 1) * 72,
+        )  # fmt: skip
+        return tokens, parents, depths, count
+
+    def tree_mask(
+        self, parents: Array, prefix_len: int, status: Array, *, count: Array | None = None, with_bytes: bool = True
+    ) -> tuple[Array, Array, Array | None]:
+        """positions [M], bits [M, ceil(M / 32)] of the tree's own columns, visible [M, P + M] uint8."""
+        rows = len(parents)
+        words = -(-rows // 32)
+        positions, bits = self.device.empty((rows,), np.int32), self.device.empty((rows, words), np.uint32)
+        visible = self.device.empty((rows, prefix_len + rows), np.uint8) if with_bytes else None
+        if rows:
+            self.device.launch("tree_mask", (rows,), 128, (parents, count, rows, prefix_len, positions, bits, visible, status), 4 * words)
+        return positions, bits, visible
+
+    def accept(
+        self, tokens: Array, parents: Array, target: Array, status: Array, *, count: Array | None = None, check: bool = True
+    ) -> tuple[Array, Array, Array]:
+        """path [M], length [1], bonus [1]."""
+        rows = len(tokens)
+        path, length, bonus = (self.device.empty((n,), np.int32) for n in (rows, 1, 1))
+        threads = min(1024, _round_up(rows, 32))
+        self.device.launch("accept_greedy", (1,), threads, (tokens, parents, target, count, rows, int(check), path, length, bonus, status), 4 * rows)
+        return path, length, bonus
+
+    def compact_copy(self, cache: Array, path: Array, prefix_len: int) -> Array:
+        """out [prefix_len + len(path), C]."""
+        width = cache.shape[1]
+        out = self.device.empty((prefix_len + len(path), width), np.float32)
+        if out.size:
+            self.device.launch("compact_copy", (len(out),), 128, (cache, path, out, prefix_len, width))
+        return out
+
+    def compact_layers(self, store: Array, path: Array, kept: Array, prefix_len: int, pages: Pages | None = None) -> None:
+        """In place in store [layers, slots, C] (32-bit elements): rows prefix_len + path[j], j < kept[0], move to prefix_len + j."""
+        layers, slots, width = store.shape
+        table, size = (None, 1) if pages is None else (pages.table, pages.size)
+        self.device.launch(
+            "compact_layers", (-(-width // 64), layers), 64, (store, np.int64(slots * width), table, size, path, kept, prefix_len, width)
+        )
+
+    def _over(self, kernel: str, count: int, arguments: tuple[object, ...]) -> None:
+        """A grid-stride kernel over `count` elements."""
+        if count:
+            self.device.launch(kernel, (min(-(-count // 256), 32 * self.device.processors),), 256, arguments)
+
+
+def _step(array: Array, axis: int) -> int:
+    """Stride of an axis, in elements of four bytes."""
+    return int(array.strides[axis]) // 4
+
+
+def _round_up(value: int, unit: int) -> int:
+    return max(unit, -(-value // unit) * unit)
