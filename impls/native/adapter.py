@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import os
 import threading
 import weakref
@@ -153,14 +154,23 @@ class LibraryEngine:
                 call = self._calls[key] = _Call(self._library, op, inputs, params, outputs)
             call.run(inputs, outputs)
 
-    def open(self, config: Config, weights: Provider | Mapping[str, NDArray[np.float32]]) -> LibrarySession:
-        """Raises whatever the provider raises, WeightError for an unusable tensor, EngineError or Unsupported."""
+    def open(
+        self,
+        config: Config,
+        weights: Provider | Mapping[str, NDArray[np.float32]],
+        *,
+        options: Mapping[str, int | float] | None = None,
+    ) -> LibrarySession:
+        """`options`: parameters of this engine's own, beside those of the configuration.
+
+        Raises whatever the provider raises, WeightError for an unusable tensor, EngineError or Unsupported.
+        """
         provider = weights.__getitem__ if isinstance(weights, Mapping) else weights
         function = self._library.function("paritree_open")
         raised = Raised()
         lent = _LentWeights(config, provider, raised)
         callback = abi.WeightFn(lent)
-        params, owners = tensors.parameters(as_parameters(config))
+        params, owners = tensors.parameters(as_parameters(config) | dict(options or {}))
         args = abi.OpenArgs(ctypes.sizeof(abi.OpenArgs), 0, params, callback, None, None, abi.Device(abi.CPU, 0), None)
         handle = ctypes.c_void_p()
         status = function(ctypes.byref(args), ctypes.byref(handle))
@@ -170,37 +180,38 @@ class LibraryEngine:
         self._library.check(status, "paritree_open")
         if not handle.value:
             raise EngineError("paritree_open returned OK, but no session")
-        session = LibrarySession(self._library, handle.value, config, self._description)
+        session = LibrarySession(self._library, handle.value, config, self._description, lent)
         if self._library.has("paritree_close"):
             session.finalizer = weakref.finalize(session, self._library.function("paritree_close"), handle.value)
         return session
 
 
 class _LentWeights:
-    """The weight callback. A tensor is lent as a copy that turns to NaN once the loan is over, so that a kept pointer shows."""
+    """The weight callback. Every tensor is lent in one buffer, which turns to NaN when a loan is over and lives as long as the
+    session: an engine that keeps a pointer computes with NaN instead of with memory that happens to be intact."""
 
     def __init__(self, config: Config, provider: Provider, raised: Raised) -> None:
         self._shapes = weight_shapes(config)
         self._provider = provider
         self._raised = raised
-        self._lent: NDArray[np.float32] | None = None
+        self._buffer = np.empty(max(math.prod(shape) for shape in self._shapes.values()), np.float32)
         self._owners: list[Any] = []
 
     def __call__(self, user: int | None, name: bytes, tensor: Any) -> int:
         return self._raised.guard(self._lend, name.decode(), tensor)
 
     def take_back(self) -> None:
-        if self._lent is not None:
-            self._lent.fill(np.nan)
-            self._lent = None
+        self._buffer.fill(np.nan)
 
     def _lend(self, name: str, tensor: Any) -> None:
         self.take_back()
         if name not in self._shapes:
             raise WeightError(f"the engine asks for weight {name!r}, which this configuration does not have")
-        self._lent = np.array(checked_tensor(name, self._shapes[name], self._provider), order="C")
-        self._owners = tensors.describe(tensor.contents, name, self._lent)
-        tensor.contents.data = tensors.address(self._lent)
+        value = checked_tensor(name, self._shapes[name], self._provider)
+        lent = self._buffer[: value.size].reshape(value.shape)
+        lent[...] = value
+        self._owners = tensors.describe(tensor.contents, name, lent)
+        tensor.contents.data = tensors.address(lent)
 
 
 class _Call:

@@ -27,7 +27,7 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent
 FLAGS = ("-std=c++17", "-fno-fast-math", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 OPTIMISED = ("-O2",)
-SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZED = ("-O0", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 CANDIDATES = ("c++", "g++", "clang++")
 PLANT_PREFIX = "PARITREE_PLANT_"
 

@@ -4,9 +4,10 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <exception>
-#include <sstream>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -27,12 +28,24 @@ class Error : public std::exception {
   std::string message_;
 };
 
-// The parts of a message, printed one after the other.
+// The parts of a message, printed one after the other. Not a string stream: those triple the time to compile the engine.
+inline void append(std::string& out, const char* part) { out += part; }
+inline void append(std::string& out, const std::string& part) { out += part; }
+inline void append(std::string& out, double part) {
+  char digits[32];
+  std::snprintf(digits, sizeof digits, "%g", part);
+  out += digits;
+}
+template <class Integer, class = std::enable_if_t<std::is_integral_v<Integer>>>
+void append(std::string& out, Integer part) {
+  out += std::to_string(part);
+}
+
 template <class... Parts>
 std::string text(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
+  std::string out;
+  (append(out, parts), ...);
+  return out;
 }
 
 template <class... Parts>

@@ -54,7 +54,9 @@ class LibrarySession:
 
     finalizer: weakref.finalize[Any, Any] | None = None
 
-    def __init__(self, library: Library, handle: int, config: Config, description: Description) -> None:
+    def __init__(self, library: Library, handle: int, config: Config, description: Description, alive: object) -> None:
+        """`alive` is kept as long as the session: memory that was lent to the engine when it was opened."""
+        self._alive = alive
         self._library = library
         self._handle: int | None = handle
         self._config = config
