@@ -6,7 +6,6 @@ wrong (or right) on purpose, so they count in the mutation score and in the fals
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from reports import numbers
-from reports.schema import FINDING_VERDICTS, JUDGE_PURPOSES, PASSING_VERDICTS, RUNGS, STATUSES, VERDICTS
+from reports.schema import FINDING_VERDICTS, JUDGE_PURPOSES, PASSING_VERDICTS, RUNGS, STATUSES, VERDICTS, from_json
 from reports.store import Store, StoreError, engine_names
 
 # Rows of the heat map in data order; what is not listed follows by name.
@@ -433,10 +432,5 @@ def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _json(text: str, empty: Any) -> Any:
     """JSON from a store may be cut or of another kind; then there is nothing to show."""
-    if not text:
-        return empty
-    try:
-        body = json.loads(text)
-    except json.JSONDecodeError:
-        return empty
+    body = from_json(text)
     return body if isinstance(body, type(empty)) else ([body] if isinstance(empty, list) and isinstance(body, dict) else empty)

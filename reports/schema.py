@@ -7,7 +7,6 @@ repeated here as words because this room imports no other; a test holds them equ
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -253,8 +252,15 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def finite(value: float) -> bool:
-    return math.isfinite(value)
+def from_json(text: str) -> Any:
+    """What a JSON column holds; None where it is empty or broken. Lone surrogates, which no file takes, become question marks."""
+    try:
+        body = json.loads(text) if text else None
+    except json.JSONDecodeError:
+        return None
+    if "\\ud" in text.lower():
+        body = json.loads(json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"))
+    return body
 
 
 def to_markdown() -> str:

@@ -11,7 +11,7 @@ Columns and units: reports/schema.py and docs/store.md. A finding is durable whe
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import os
 import shutil
 import socket
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 from reports.errors import StoreError, from_os_error, from_sqlite_error
 from reports.life import Sighting, status_after
 from reports.parts import TEMPORARY, read_parts, sync_folder, write_part
-from reports.schema import FINDINGS, JUDGE_PURPOSES, RUNS, SCHEMA, TABLES, Column, clean, empty_value
+from reports.schema import FINDINGS, JUDGE_PURPOSES, RUNS, SCHEMA, TABLES, Column, clean, empty_value, from_json
 from reports.writer import Writer
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ DATABASE = "campaign.sqlite"
 LEDGER = "ledger.toml"
 BUSY_MS = 30_000  # a shard on a slow disk syncs in seconds; longer means a stuck process
 STALE_TEMPORARY_S = 3_600.0  # a part is written in well under a second; an hour covers a suspended machine
-_SQL = {"string": "TEXT", "int": "INTEGER", "float": "REAL", "bool": "INTEGER"}
+# No declared type for floats: SQLite has neither NaN nor -0.0, so these two are stored as words, which a REAL column would convert.
+_SQL = {"string": "TEXT", "int": "INTEGER", "float": "", "bool": "INTEGER"}
 
 
 def fingerprint(finding: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
@@ -404,16 +405,21 @@ class Store:
 
 def engine_names(run: Mapping[str, Any]) -> list[str]:
     """Names of the engines of a run's row."""
-    try:
-        engines = json.loads(run["engines"] or "[]")
-    except json.JSONDecodeError:
+    engines = from_json(run["engines"])
+    if not isinstance(engines, list):
         return []
     return [str(e["name"]) if isinstance(e, dict) else str(e) for e in engines if not isinstance(e, dict) or "name" in e]
 
 
 def insert(database: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> None:
     names = ", ".join(f'"{name}"' for name in row)
-    database.execute(f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))
+    database.execute(f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({', '.join('?' * len(row))})", tuple(map(_storable, row.values())))
+
+
+def _storable(value: Any) -> Any:
+    if isinstance(value, float) and (math.isnan(value) or (value == 0.0 and math.copysign(1.0, value) < 0)):
+        return str(value)  # "nan", "-0.0"
+    return value
 
 
 def _event(database: sqlite3.Connection, run_id: str, kind: str, name: str, text: str) -> None:
@@ -449,14 +455,14 @@ def one(database: sqlite3.Connection, query: str, values: tuple[Any, ...], colum
 
 
 def _typed(row: sqlite3.Row, columns: tuple[Column, ...]) -> dict[str, Any]:
-    """SQLite stores NaN as NULL and booleans as integers."""
     present = set(row.keys())
     out: dict[str, Any] = {}
     for column in columns:
         value = row[column.name] if column.name in present else empty_value(column)
-        if value is None:
-            value = float("nan") if column.type == "float" else empty_value(column)
-        out[column.name] = bool(value) if column.type == "bool" else value
+        if column.type == "float":
+            out[column.name] = float(value)
+        else:
+            out[column.name] = bool(value) if column.type == "bool" else value
     return out
 
 

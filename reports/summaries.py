@@ -196,7 +196,7 @@ def text(page: Page) -> str:
     if (more := len(page.open_findings) - LINES_MAX) > 0:
         lines.append(f"  and {numbers.plural(more, 'more finding')}: see the HTML report")
     lines += [f"  note: {_one_line(problem)}" for problem in page.problems[:8]]
-    return "\n".join(lines) + "\n"
+    return "".join(_printable(line) + "\n" for line in lines)
 
 
 def _facts(page: Page) -> list[tuple[str, str]]:
@@ -221,7 +221,11 @@ def _counts(rung: Any) -> str:
 
 def _one_line(value: str) -> str:
     """No line breaks and no control characters: an engine's message may not move the cursor."""
-    return words.clip("".join(c if c.isprintable() else " " for c in " ".join(value.split())), 600)
+    return words.clip(_printable(" ".join(value.split())), 600)
+
+
+def _printable(value: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in value)
 
 
 def _show_rich(page: Page, stream: TextIO) -> None:
@@ -234,14 +238,16 @@ def _show_rich(page: Page, stream: TextIO) -> None:
     console = Console(file=stream, highlight=False)
     console.print(Text("paritree: ").append(page.headline, f"bold {colour[page.state]}"))
     if page.subline:
-        console.print(Text(page.subline))
+        console.print(Text(_one_line(page.subline)))
     facts = Table.grid(padding=(0, 2))
     for label, value in _facts(page):
         facts.add_row(Text(label, "dim"), Text(_one_line(value)))
     console.print(facts)
     style = {"pass": "green", "first": "bold red", "later": "red", "unverified": "yellow"}
     for engine in page.engines:
-        ladder = Table(title=Text(f"{engine.name} {engine.version}"), title_justify="left", box=None, header_style="dim", padding=(0, 2))
+        ladder = Table(
+            title=Text(_one_line(f"{engine.name} {engine.version}")), title_justify="left", box=None, header_style="dim", padding=(0, 2)
+        )
         for name in ("rung", "", "trials", "failing", "unverified"):
             ladder.add_column(name, justify="left" if name in ("rung", "") else "right")
         for rung in engine.ladder:

@@ -90,8 +90,8 @@ def clip(text: str, limit: int = 2_000) -> str:
 
 
 def has_numbers(finding: dict[str, Any]) -> bool:
-    """Whether found and expected were given: both are 0 where they were not."""
-    return not (finding["found"] == 0.0 and finding["expected"] == 0.0 and finding["bound"] == 0.0)
+    """Whether found and expected were given: both are +0 where they were not."""
+    return any(number != 0.0 or math.copysign(1.0, number) < 0 for number in (finding["found"], finding["expected"], finding["bound"]))
 
 
 def tone(verdict: str) -> str:

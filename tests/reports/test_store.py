@@ -46,9 +46,14 @@ def test_an_empty_table_still_has_its_columns(store: Store) -> None:
 
 def test_infinities_and_nan_survive(store: Store) -> None:
     run_id = new_run(store)
-    store.report_finding(finding(run_id, found=math.nan, expected=-math.inf, share=math.inf))
+    store.report_finding(finding(run_id, found=math.nan, expected=-math.inf, bound=-0.0, share=math.inf))
     (back,) = store.findings()
-    assert math.isnan(back["found"]) and back["expected"] == -math.inf and back["share"] == math.inf
+    assert (
+        math.isnan(back["found"])
+        and math.copysign(1.0, back["bound"]) == -1.0
+        and back["expected"] == -math.inf
+        and back["share"] == math.inf
+    )
 
 
 def test_judgements_are_summed_per_group(store: Store) -> None:
