@@ -26,6 +26,11 @@ from spec.weights import Array
 
 WeightsProvider = Callable[[Config, WeightsKey], Mapping[str, Array]]
 
+
+class PreparationError(RuntimeError):
+    """Something of ours failed before the engine was asked: no answer, and no failure of the engine."""
+
+
 Answering = Engine | Any
 """An engine by shape. Everything but `describe` is optional: what is missing is answered by "unsupported"."""
 
@@ -143,10 +148,12 @@ class Sessions:
         self._open: OrderedDict[tuple[Config, WeightsKey], Session] = OrderedDict()
 
     def run(self, script: Script, progress: Progress = QUIET) -> Trace:
-        """The trace of `script`; the session stays open and empty where that is possible."""
+        """The trace of `script`; the session stays open and empty where that is possible. Raises PreparationError where weights are missing."""
         progress.started(OPENING)
         try:
             session = self._session(script)
+        except PreparationError:
+            raise
         except BaseException as problem:
             return Trace(self._description, [], _at("open", failure_of(problem)))
         run = _Run(session, script, self._description)
@@ -172,6 +179,8 @@ class Sessions:
         progress.started(OPENING)
         try:
             run = _Run(self._session(script), script, self._description)
+        except PreparationError:
+            raise
         except BaseException as problem:
             return _at("open, second time", failure_of(problem))
         found: Failure | None = None
@@ -194,7 +203,10 @@ class Sessions:
             _quietly(self._open.popitem(last=False)[1])
         if not hasattr(self._engine, "open"):
             raise Unsupported("the engine has no open")
-        weights = self._weights_provider(script.config, script.weights)
+        try:
+            weights = self._weights_provider(script.config, script.weights)
+        except Exception as problem:
+            raise PreparationError(f"the weights {script.weights} cannot be made: {validate.described(problem)}") from problem
 
         def provider(name: str) -> Array:
             tensor = weights[name].view()

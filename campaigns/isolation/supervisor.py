@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from numpy.typing import NDArray
+
 from campaigns.isolation import transport, validate
 from campaigns.isolation.chain import TreeChain, TreeJob
 from campaigns.isolation.deadline import Deadline, fixed
@@ -27,7 +29,7 @@ from campaigns.isolation.errors import EngineLoadError, UnknownEngine, load_erro
 from campaigns.isolation.execute import OPENING, label
 from campaigns.isolation.transport import Arena, TransportError
 from campaigns.isolation.worker import RESOLVER, STACK_SIGNAL, WEIGHTS, Loading
-from campaigns.isolation.zygote import Zygote
+from campaigns.isolation.zygote import IsolationError, Zygote
 from impls import registry
 from spec.engine import Description
 from spec.script import Answer, Failure, OpCall, Script, Trace
@@ -143,19 +145,28 @@ class Supervisor:
         return answers
 
     def script(self, script: Script) -> Trace:
-        """The trace of a whole script; its `failure` says why it ended early, if the worker did."""
+        """The trace of a whole script; its `failure` says why it ended early, if the worker did.
+
+        Raises IsolationError where the weights of the script cannot be made.
+        """
         outcome = self._run(transport.SCRIPT, script, len(script.steps), lambda step: label(script, step))
         answers: list[Answer] = []
         failure = outcome.death
+        ended = outcome.retired or failure is not None
         try:
             for meta, arrays in outcome.records:
+                if "unprepared" in meta:
+                    raise IsolationError(validate.text_of(meta["unprepared"]))
                 if "trace_failure" in meta:
-                    failure = failure or transport.checked(lambda meta=meta: transport.unpack_failure(meta["trace_failure"]))  # type: ignore[misc]
+                    ended = True
+                    failure = failure or transport.unpack_failure(meta["trace_failure"])
                 else:
                     answers.append(transport.unpack_answer(meta, arrays))
-        except TransportError as problem:
+        except TransportError:
+            ended = False
+        if not ended or outcome.damaged or len(answers) > len(script.steps):
             self._bury()
-            failure = failure or Failure("crashed", f"the worker's memory is damaged: {problem}")
+            failure = failure or Failure("crashed", "the engine damaged the memory of the worker")
         return Trace(self.description, answers[: len(script.steps)], failure)
 
     def tree(self, job: TreeJob) -> list[tuple[OpCall, Answer]]:
@@ -242,6 +253,7 @@ class Supervisor:
             return _Outcome(records, self._death(worker, f"in {name(step)}", end, opening_s if step == OPENING else limit_s), damaged)
         if marks.used > transport.RETURN_ABOVE:
             worker.records.release_pages()
+            transport.set_canary(worker.records)
         if records and "retired" in records[-1][0]:
             self._bury()
             return _Outcome(records[:-1], None, damaged, retired=True)
@@ -284,6 +296,7 @@ class _Worker:
         self.output = b""
         self.requests = Arena.create("paritree-requests")
         self.records = Arena.create("paritree-records")
+        transport.set_canary(self.records)
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._printed, printed_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._printed, False)
@@ -447,12 +460,17 @@ def _answers_to(calls: Sequence[OpCall], records: Records) -> tuple[list[Answer]
             answer = transport.unpack_answer(meta, arrays)
         except TransportError:
             return answers, False
-        if answer.failure is None:
-            found = {name: (array.shape, array.dtype.name) for name, array in (answer.outputs or {}).items()}
-            if found != dict(call.outputs):
-                return answers, False
+        if answer.failure is None and not _fills(call, answer.outputs or {}):
+            return answers, False
         answers.append(answer)
     return answers, True
+
+
+def _fills(call: OpCall, outputs: Mapping[str, NDArray[Any]]) -> bool:
+    """The outputs are exactly those that the call asked for."""
+    if outputs.keys() != call.outputs.keys():
+        return False
+    return all(outputs[name].shape == shape and outputs[name].dtype == dtype for name, (shape, dtype) in call.outputs.items())
 
 
 def _signal_name(number: int) -> str:

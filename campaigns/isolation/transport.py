@@ -32,7 +32,9 @@ FIRST_SIZE = 1 << 20  # bytes of a new arena; most cases fit, so that most worke
 ANSWERS_BYTES_MAX = 1 << 33  # of one job: more than any session of a model that a specification in NumPy can follow
 JSON_BYTES_MAX = 1 << 26
 RETURN_ABOVE = 1 << 24  # bytes of records beyond which the pages go back to the kernel after a job
-DTYPES = {name: np.dtype(name) for name in ("float32", "int32", "uint8")}
+_KINDS = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
+DTYPES = {name: np.dtype(name) for name in _KINDS.split()}  # numbers only: nothing that holds a reference
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 LOAD, CALLS, SCRIPT, TREE = range(1, 5)
 
@@ -41,6 +43,8 @@ DONE = struct.Struct("<Q")  # job
 HEADER = struct.Struct("<QqQQ")  # job, step, time at which the step began (monotonic ns), bytes of finished records
 RECORDS_AT = 4096
 _RECORD = struct.Struct("<QQ")  # bytes of the record, bytes of its JSON
+_CANARY_AT = 64
+_CANARY = bytes(range(256)) * 4  # between the header and the records: nobody writes here, and a stray write seldom misses it
 _ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _REQUEST_HEAD = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
 
@@ -198,7 +202,7 @@ class RecordWriter:
         for size in sizes:
             places.append(end)
             end = _padded(end + size)
-        described = [[array.dtype.name, list(array.shape), place] for array, place in zip(arrays, places, strict=True)]
+        described = [[NAMES[array.dtype], array.shape, place] for array, place in zip(arrays, places, strict=True)]
         text = _ENCODE({**meta, "arrays": described}).encode("ascii")
         first = _padded(_RECORD.size + len(text))
         total = first + end
@@ -231,12 +235,19 @@ class Marks:
     used: int
 
 
+def set_canary(arena: Arena) -> None:
+    """Prepare a records arena, by the supervisor."""
+    arena.memory[_CANARY_AT : _CANARY_AT + len(_CANARY)] = _CANARY
+
+
 def read_marks(arena: Arena) -> Marks:
     return Marks(*HEADER.unpack_from(arena.memory, 0))
 
 
 def read_records(arena: Arena, used: int) -> list[tuple[dict[str, Any], list[NDArray[Any]]]]:
     """The complete records, copied out. Raises TransportError for anything that does not add up."""
+    if arena.memory[_CANARY_AT : _CANARY_AT + len(_CANARY)] != _CANARY:
+        raise TransportError("something wrote where no records are")
     if RECORDS_AT + used > len(arena.memory):
         if used > ANSWERS_BYTES_MAX or RECORDS_AT + used > os.fstat(arena.descriptor).st_size:
             raise TransportError(f"{used} bytes of records are announced, but the memory ends before")
@@ -334,10 +345,15 @@ def pack_failure(failure: Failure) -> list[Any]:
 
 
 def unpack_failure(value: Any) -> Failure | None:
-    if value is None:
-        return None
-    kind, message, signal = value
-    return Failure(_text(kind), _text(message), _int(signal))
+    """The inverse of `pack_failure`, and None for None. Raises TransportError."""
+
+    def read() -> Failure | None:
+        if value is None:
+            return None
+        kind, message, signal = value
+        return Failure(_text(kind), _text(message), _int(signal))
+
+    return checked(read)
 
 
 def pack_description(description: Description) -> dict[str, Any]:

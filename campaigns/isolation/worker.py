@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from campaigns.isolation import transport, validate
 from campaigns.isolation.errors import EngineLoadError, UnknownEngine
-from campaigns.isolation.execute import Progress, Sessions, describe, run_calls, run_tree
+from campaigns.isolation.execute import PreparationError, Progress, Sessions, describe, run_calls, run_tree
 from campaigns.isolation.transport import Arena, RecordWriter
 from spec.engine import Engine
 from spec.script import Answer, Failure
@@ -131,6 +131,8 @@ class _Jobs:
             self._answer(kind, payload)
         except Retired:
             self._writer.append({"retired": True}, [])
+        except PreparationError as problem:
+            self._writer.append({"unprepared": validate.text_of(problem)}, [])
 
     def _answer(self, kind: int, payload: Any) -> None:
         assert self._engine is not None  # the supervisor loads before anything else

@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> NoReturn:
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what an engine leaves behind becomes ours to end
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for module in PRELOADED:
-        with contextlib.suppress(ImportError):  # a room that is not installed is loaded, and missed, by the worker that needs it
+        with contextlib.suppress(Exception):  # what cannot be imported here is missed, and reported, by the worker that needs it
             importlib.import_module(module)
     server.run()
 

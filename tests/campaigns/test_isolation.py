@@ -169,7 +169,7 @@ def test_isolated_and_in_process_answers_are_equal(zygote: Zygote) -> None:
 
 def test_arrays_larger_than_the_arena_make_it_grow(zygote: Zygote) -> None:
     with supervisor("Adder", zygote) as isolated:
-        for count in (1 << 20, 4, 3 << 20):
+        for count in (1 << 20, 4, 5 << 20, 4):  # 20 MiB: beyond what is kept between jobs
             answer = isolated.calls([add_call(0, count)])[0]
             assert answer.outputs is not None
             assert np.array_equal(answer.outputs["out"][0], 2 * np.arange(count, dtype=np.float32) + 1)
@@ -489,6 +489,26 @@ def test_weights_that_are_missing_are_the_engines_failure_to_open(zygote: Zygote
     assert failure is not None and failure.kind == "raised" and failure.message.startswith("open: KeyError: 'no_such_weight'")
 
 
+def test_weights_of_ours_that_cannot_be_made_are_not_charged_to_the_engine(zygote: Zygote) -> None:
+    unknown = Script(TINY, WeightsKey(3, "no such regime"), STEPS)
+    with supervisor("Toy", zygote) as isolated:
+        with pytest.raises(IsolationError, match="the weights .* cannot be made: .*no such regime"):
+            isolated.script(unknown)
+        assert isolated.script(script(*STEPS)).failure is None
+
+
+def test_a_script_of_a_worker_that_damages_its_records_is_a_crash(zygote: Zygote) -> None:
+    with supervisor("DamagesRecords", zygote) as isolated:
+        trace = isolated.script(script(*STEPS))
+        assert trace.failure is not None and (trace.failure.kind, trace.answers) == ("crashed", [])
+        assert "damaged the memory" in trace.failure.message
+        made = isolated.tree(tree_job())
+        assert made[0][1].failure is not None and made[0][1].failure.kind == "crashed"
+        answers = isolated.calls([add_call(), add_call(1), add_call()])
+        assert [is_right(answer) for answer in answers] == [True, False, True]
+        assert answers[1].failure is not None and answers[1].failure.message == "add damaged the memory of the worker"
+
+
 # Trees
 
 
@@ -569,6 +589,7 @@ def test_targets_follow_children_as_often_as_asked() -> None:
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     made = Arena.create("test")
+    transport.set_canary(made)
     yield made
     made.close()
 
