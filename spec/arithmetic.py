@@ -375,7 +375,7 @@ def log_sum_exp(logits: Float) -> Float:
     empty = top == -np.inf
     shift = np.where(empty, 0.0, top)
     log = np.log(np.exp(wide - shift[:, None]).sum(axis=-1))
-    y = np.where(empty, 0.0, shift + log)
+    y = shift + log
     # terms with x - m below -128 add less than 2**-184 each and need no relative accuracy
     error = (LIBM + (rows.shape[-1] + 136) * UNIT64) + LIBM * log + 4 * UNIT64 * np.abs(y)
 
@@ -387,7 +387,7 @@ def log_sum_exp(logits: Float) -> Float:
             out[i] = nearest32_decimal(partial(_shifted_log_power_sum, gaps, own))
         return out
 
-    settled = _settle(y, np.where(empty, 0.0, error), 1.0, redo)
+    settled = _settle(y, error, 1.0, redo)
     return np.where(empty, np.float32(-np.inf), settled).reshape(logits.shape[:-1])
 
 

@@ -112,8 +112,7 @@ def round_sums(terms: Wide) -> Float:
         if odd.shape[1]:
             level = np.concatenate([level, odd], axis=1)
     total = level[:, 0] if width else np.zeros(count)
-    # 1.001 covers the rounding of `magnitude`; the last term covers the roundings of rest -+ radius
-    radius = (width + 8) * UNIT64 * magnitude * 1.001 + 2 * UNIT64 * np.abs(rest)
+    radius = (width + 8) * UNIT64 * magnitude * 1.001  # 8: the roundings of rest -+ radius, as magnitude >= |rest|; 1.001: its own
     low, high = round_pairs(total, rest - radius), round_pairs(total, rest + radius)
     if (doubtful := low != high).any():
         high[doubtful] = _round_sums_one_by_one(terms[doubtful])
