@@ -195,23 +195,24 @@ class _LentWeights:
         self._provider = provider
         self._raised = raised
         self._buffer = np.empty(max(math.prod(shape) for shape in self._shapes.values()), np.float32)
+        self._lent = self._buffer[:0]
         self._owners: list[Any] = []
 
     def __call__(self, user: int | None, name: bytes, tensor: Any) -> int:
         return self._raised.guard(self._lend, name.decode(), tensor)
 
     def take_back(self) -> None:
-        self._buffer.fill(np.nan)
+        self._lent.fill(np.nan)
 
     def _lend(self, name: str, tensor: Any) -> None:
         self.take_back()
         if name not in self._shapes:
             raise WeightError(f"the engine asks for weight {name!r}, which this configuration does not have")
         value = checked_tensor(name, self._shapes[name], self._provider)
-        lent = self._buffer[: value.size].reshape(value.shape)
-        lent[...] = value
-        self._owners = tensors.describe(tensor.contents, name, lent)
-        tensor.contents.data = tensors.address(lent)
+        self._lent = self._buffer[: value.size].reshape(value.shape)
+        self._lent[...] = value
+        self._owners = tensors.describe(tensor.contents, name, self._lent)
+        tensor.contents.data = tensors.address(self._lent)
 
 
 class _Call:
