@@ -128,7 +128,7 @@ def test_matmul_of_stacks_is_each_product_alone() -> None:
     assert_same_bits(arithmetic.matmul(a, b[1]), np.stack([arithmetic.matmul(a[i], b[1]) for i in range(3)]))
 
 
-@pytest.mark.parametrize("scale", [None, 3000.7])
+@pytest.mark.parametrize("scale", [None, 2.7e20])
 @pytest.mark.parametrize("depth", [511, 701])
 def test_matmul_survives_cancellation_at_large_depth(depth: int, scale: float | None) -> None:
     """Equal halves of opposite sign leave one small term, far below the a-priori bound, or exactly nothing."""
@@ -326,7 +326,13 @@ def test_exp_and_log_as_bad_as_the_allowance_change_nothing(bits: int, monkeypat
     seen = up > -1
 
     def results() -> list[np.ndarray]:
-        return [arithmetic.sigmoid(x), arithmetic.swiglu(x, up), arithmetic.softmax(x, seen), arithmetic.log_sum_exp(x)]
+        return [
+            arithmetic.sigmoid(x),
+            arithmetic.swiglu(x, up),
+            arithmetic.softmax(x, seen),
+            arithmetic.log_sum_exp(x),
+            arithmetic.log_sum_exp(up),
+        ]
 
     expected = results()
     draw = philox("bad libm", bits)
