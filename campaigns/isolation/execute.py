@@ -72,7 +72,7 @@ def run_calls(engine: Answering, calls: Sequence[OpCall], progress: Progress = Q
     """One answer per call, in order; a failed call does not stop the next."""
     answers = []
     for step, call in enumerate(calls):
-        answers.append(_reported(progress, step, lambda call=call: run_call(engine, call)))  # type: ignore[misc]
+        answers.append(_reported(progress, step, partial(run_call, engine, call)))
     return answers
 
 

@@ -1,7 +1,8 @@
-"""The supervisor: runs jobs in a worker and turns whatever happens to it into answers. It never raises because of an engine, once it is loaded.
+"""The supervisor: runs jobs in a worker and turns whatever happens to it into answers.
 
 A worker that crashes or hangs is buried and the next job gets a new one (a fork of the zygote: milliseconds). Answers that were complete
-before are kept, the step in progress is named, and the calls after it go on in the new worker.
+before are kept, the step in progress is named, and the calls after it go on in the new worker. Only an engine that cannot be loaded (again)
+is an exception.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -64,7 +66,8 @@ class _Outcome:
 class Supervisor:
     """One engine in a worker. `deadline_s` is the time for one step (call, script step, link of a chain), fixed or adaptive.
 
-    `cold`: start workers as new processes instead of forks, for engines that initialise a GPU. `zygote`: share one among several supervisors.
+    `cold`: start workers as new interpreters instead of forks, for libraries that must be there from the start (sanitizers) or dislike forks; the
+    zygote touches no GPU, so that a forked worker may. `zygote`: share one among several supervisors.
     `environment` is set in the worker before it loads the engine, `load_s` bounds that loading, and `resolver` and `weights` name functions
     ("module:name"): engine name -> engine, and (config, key) -> weights.
     Raises EngineLoadError or UnknownEngine where the engine cannot be loaded, IsolationError where our own machinery fails.
@@ -128,7 +131,7 @@ class Supervisor:
         count_max = len(calls)
         while len(answers) < len(calls):
             batch = _batch(calls[len(answers) : len(answers) + count_max])
-            outcome = self._run(transport.CALLS, batch, len(batch), lambda step, batch=batch: _name(batch, step))  # type: ignore[misc]
+            outcome = self._run(transport.CALLS, batch, len(batch), partial(_name, batch))
             found, fit = _answers_to(batch, outcome.records)
             whole = fit and not outcome.damaged
             if whole and outcome.death is None and (len(found) == len(batch) or (outcome.retired and found)):

@@ -1,6 +1,6 @@
 """The worker: the process that loads one engine and runs jobs on it until it is told to stop or the engine ends it.
 
-It starts as a fork of the zygote, or cold as a process of its own (an engine that talks to a GPU must not be forked after). Nothing here
+It starts as a fork of the zygote, or cold as a new interpreter. Nothing here
 recovers from anything: when this process dies, the supervisor says why.
 """
 
