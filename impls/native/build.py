@@ -102,17 +102,22 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
     return answer.stdout.partition("\n")[0]
 
 
-def sanitizer_runtime() -> Path:
-    """libasan of the compiler: a Python process that loads a sanitized library must start with it in LD_PRELOAD. Raises BuildError."""
+def sanitizer_preload() -> str:
+    """LD_PRELOAD of a Python process that loads a sanitized library. Raises BuildError.
+
+    The C++ library comes along because the sanitizer looks up `throw` when the process starts, before Python has loaded any C++.
+    """
     compiler = find_compiler()
-    for name in ("libasan.so", "libclang_rt.asan.so"):
-        answer = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
-        path = Path(answer.stdout.strip())
-        if path.is_absolute() and path.exists():
-            return path.resolve()
-    raise BuildError(
-        f"{shlex.join(compiler)} has no address sanitizer runtime: install it (`apt-get install libasan8`) or build without --sanitize"
-    )
+
+    def installed(*names: str) -> Path:
+        for name in names:
+            answer = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+            path = Path(answer.stdout.strip())
+            if path.is_absolute() and path.exists():
+                return path.resolve()
+        raise BuildError(f"{shlex.join(compiler)} has no {names[0]}: install it (`apt-get install libasan8`) or build without --sanitize")
+
+    return f"{installed('libasan.so', 'libclang_rt.asan.so')} {installed('libstdc++.so', 'libc++.so')}"
 
 
 # ---- from sources to a library --------------------------------------------------------------------------------------
@@ -203,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(library(sanitize=chosen.sanitize, plant=chosen.plant))
         if chosen.sanitize:
-            print(f"run Python with LD_PRELOAD={sanitizer_runtime()} ASAN_OPTIONS=detect_leaks=0", file=sys.stderr)
+            print(f"run Python with LD_PRELOAD='{sanitizer_preload()}' ASAN_OPTIONS=detect_leaks=0", file=sys.stderr)
     except BuildError as problem:
         print(problem, file=sys.stderr)
         return 2 if isinstance(problem, UnknownPlant) else 3
