@@ -117,18 +117,14 @@ def matmul(a: Float, b: Float | Prepared, scale: float | None = None, where: Mas
         return np.concatenate([matmul(a[part], whole, scale, None if where is None else where[part]) for part in parts])
     wide = a.astype(np.float64)
     row_norm = np.sqrt(np.vecdot(wide, wide))
-    depth = a.shape[-1]
-    if isinstance(b, Prepared):
-        value, column_bound = b.value, b.column_bound
-        y = _blocked_product(wide, b.wide) if depth > 2 * BLOCK else wide @ b.wide
-    elif depth > 2 * BLOCK:
+    if isinstance(b, Prepared) or a.shape[-1] <= 2 * BLOCK:
+        prepared = b if isinstance(b, Prepared) else prepare(b)
+        value, column_bound = prepared.value, prepared.column_bound
+        y = _product(wide, prepared.wide)
+    else:
         value = b
         y, squares = _streamed_product(wide, b)
-        column_bound = np.sqrt(squares) * _dot_factor(depth)
-    else:
-        value, wide_b = b, b.astype(np.float64)
-        y = wide @ wide_b
-        column_bound = np.sqrt(_column_squares(wide_b)) * _dot_factor(depth)
+        column_bound = np.sqrt(squares) * _dot_factor(a.shape[-1])
     if scale is not None:
         factor = float(np.float32(scale))
         y *= factor
@@ -152,9 +148,7 @@ def grouped_matmul(a: Float, experts: Prepared, ids: NDArray[np.int32]) -> Float
     starts = [0, *(np.flatnonzero(sorted_ids[1:] != sorted_ids[:-1]) + 1).tolist(), len(ids)]
     for start, stop in itertools.pairwise(starts):
         if start < stop:
-            expert = experts.wide[sorted_ids[start]]
-            rows = grouped[start:stop]
-            product[start:stop] = _blocked_product(rows, expert) if rows.shape[-1] > 2 * BLOCK else rows @ expert
+            product[start:stop] = _product(grouped[start:stop], experts.wide[sorted_ids[start]])
     y = np.empty_like(product)
     y[order] = product
 
@@ -178,9 +172,11 @@ def _column_squares(wide: Wide) -> Wide:
     return np.asarray(np.einsum("...kn,...kn->...n", wide, wide))
 
 
-def _blocked_product(a: Wide, b: Wide) -> Wide:
-    """Sum over blocks of the contracted axis, left to right."""
-    total = a[..., :BLOCK] @ b[..., :BLOCK, :]
+def _product(a: Wide, b: Wide) -> Wide:
+    """a @ b, a deep one as a sum over blocks of the contracted axis, left to right."""
+    if a.shape[-1] <= 2 * BLOCK:
+        return np.asarray(a @ b)
+    total: Wide = a[..., :BLOCK] @ b[..., :BLOCK, :]
     for start in range(BLOCK, a.shape[-1], BLOCK):
         total += a[..., start : start + BLOCK] @ b[..., start : start + BLOCK, :]
     return total
