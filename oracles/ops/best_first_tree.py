@@ -6,6 +6,8 @@ what rounding the sums in float32 can move them.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -82,7 +84,16 @@ def tree_problem(
             text = f"tokens[{node}] is {int(tokens[node])}, but that is no candidate at depth {depth} (T4)"
             return Decided(text, "T4", (node,), float(tokens[node]))
         ranks.append((*ranks[int(parents[node])], int(at[0])))
-    return _worst_pop(ranks, table, radius, float32_scores)
+    return _worst_pop(ranks, table, radius, float32_scores and not exact_in_float32(table))
+
+
+def exact_in_float32(table: NDArray[np.float64]) -> bool:
+    """Whether no sum of one entry per depth can round in float32, whatever the order: all are multiples of one power of two q, and below
+    2^24 q. Then ties are exact, and their rule holds under float32 sums as well."""
+    finite = np.where(np.isfinite(table), table, 0.0)
+    bound = float(np.abs(finite).max(1, initial=0.0).sum())
+    scaled = np.ldexp(finite, 24 - math.frexp(bound)[1])
+    return bool((scaled == np.rint(scaled)).all())
 
 
 def _worst_pop(
