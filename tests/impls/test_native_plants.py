@@ -1,0 +1,207 @@
+"""Each plant of the native engine at its smallest trigger: the honest engine passes the judge, the planted one is named for it.
+
+What the judge makes of plants in whole campaigns is measured elsewhere; here each build flavour is shown to be wrong where its
+record says, and right one step before.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from impls.native import LibraryEngine, LibrarySession, build, native
+from impls.planted.native_plants import PLANTS
+from oracles.judge import judge_op
+from oracles.judgement import FINDINGS
+from spec.config import preset
+from spec.drafters import TableDrafter
+from spec.engine import Limits, Rows
+from spec.ops import OPS
+from spec.script import OpCall
+from spec.weights import random_weights
+
+CONFIG = preset("tiny")
+WEIGHTS = random_weights(CONFIG, 3)
+
+
+@cache
+def engine(plant: str | None = None) -> LibraryEngine:
+    try:
+        return native(plant)
+    except build.NoCompiler as problem:
+        pytest.skip(str(problem))
+
+
+def op(name: str, params: dict[str, Any] | None = None, **inputs: Any) -> OpCall:
+    """A call with the output shapes of the golden result."""
+    arrays = {key: np.asarray(value) for key, value in inputs.items()}
+    golden = OPS[name].function(arrays, params or {})
+    return OpCall(name, arrays, params or {}, {key: (value.shape, value.dtype.name) for key, value in golden.items()})
+
+
+def accused(planted: LibraryEngine, *calls: OpCall) -> list[str]:
+    """Op and rule of each finding of the last call."""
+    for call in calls:
+        outputs = {name: np.full(shape, -1 if dtype != "uint8" else 255, dtype) for name, (shape, dtype) in call.outputs.items()}
+        planted.run_op(call.op, call.inputs, call.params, outputs)
+    return [word for j in judge_op(calls[-1], outputs, planted.describe().profile) if j.verdict in FINDINGS for word in (j.op, j.rule)]
+
+
+def tree(parents: list[int], prefix_len: int = 0) -> OpCall:
+    return op("tree_mask", {"prefix_len": prefix_len}, parents=np.array(parents, np.int32))
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def moe(rows: int) -> OpCall:
+    ids = np.zeros((rows, 1), np.int32)
+    return op("moe", x=floats(rows, 3), ids=ids, gate=floats(2, 3, 4), up=floats(2, 3, 4), down=floats(2, 4, 3))
+
+
+def accept(target: list[int]) -> OpCall:
+    return op("accept", tokens=np.array([5, 6], np.int32), parents=np.array([-1, 0], np.int32), target=np.array(target, np.int32))
+
+
+OPERATIONS: dict[str, tuple[tuple[OpCall, ...], tuple[OpCall, ...]]] = {
+    # plant: (calls that are right, calls of which the last is wrong)
+    "position-index": ((tree([-1, 0, 1]),), (tree([-1, 0, 0]),)),
+    "mask-tile": ((tree([-1, 0, 0, 0]),), (tree([-1, 0, 0, 0, 0]),)),
+    "mask-stale": ((tree([-1, 0, 0]),), (tree([-1, 0, 1, 2]), tree([-1, 0, 0, 0]))),
+    "gemm-tail-stale": ((op("matmul", x=floats(4, 3), w=floats(3, 2)),), (op("matmul", x=floats(5, 3), w=floats(3, 2)),)),
+    "expert-first-row": ((moe(1),), (moe(2),)),
+    "heap-fifo": (
+        (op("best_first_tree", {"budget": 2, "root": 0}, ids=np.array([[1, 2], [3, 4]], np.int32), log_probs=np.float32([[-1, -1.5], [0, -5]])),),
+        (op("best_first_tree", {"budget": 2, "root": 0}, ids=np.array([[1, 2], [3, 4]], np.int32), log_probs=np.float32([[-1, -1], [0, -5]])),),
+    ),
+    "bonus-parent": ((accept([7, 8]),), (accept([6, 8]),)),
+    "compact-first": (
+        (op("compact", {"prefix_len": 1}, cache=floats(4, 2), path=np.array([0, 1], np.int32)),),
+        (op("compact", {"prefix_len": 1}, cache=floats(4, 2), path=np.array([0, 2], np.int32)),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_planted_operation_is_named_at_its_smallest_trigger(name: str) -> None:
+    right, wrong = OPERATIONS[name]
+    assert accused(engine(), *wrong) == []
+    assert accused(engine(name), *right) == []
+    named = accused(engine(name), *wrong)
+    assert set(named) & set(PLANTS[name].expected_ops), f"{named} names none of {PLANTS[name].expected_ops}"
+
+
+# ---- plants that need a session -------------------------------------------------------------------------------------
+
+
+def committed(session: LibrarySession, prefix: int, parents: list[int], path: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(expected, found) rows of layer 0 behind the prefix: the latents of the path, and what the cache holds after the commit."""
+
+    def forward(rows: Rows) -> np.ndarray:
+        latents: list[np.ndarray] = []
+        session.forward(rows, np.zeros(len(rows), np.bool_), frozenset({"latent"}), lambda name, layer, array: latents.append(array))
+        return latents[0]
+
+    def rows(tokens: range, positions: Any, above: Any) -> Rows:
+        return Rows(*(np.array(list(column), np.int32) for column in ([0] * len(tokens), tokens, positions, above)))
+
+    forward(rows(range(prefix), range(prefix), range(-1, prefix - 1)))
+    session.commit(0, np.arange(prefix, dtype=np.int32))
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    latents = forward(rows(range(40, 40 + len(parents)), [prefix + d for d in depths], parents))
+    session.commit(0, np.array(path, np.int32))
+    return latents[path], session.cache_rows(0, 0)[prefix:, : CONFIG.kv_rank]
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("compact-first", (3, [-1, 0, 0], [0, 1]), (3, [-1, 0, 0], [0, 2])),
+        ("compact-page", (13, [-1, 0, 0], [0, 2]), (14, [-1, 0, 0], [0, 2])),
+        ("rejected-visible", (3, [-1, 0], [0, 1]), (3, [-1, 0], [0])),
+    ],
+)
+def test_a_planted_commit_is_wrong_at_its_smallest_trigger(name: str, right: Any, wrong: Any) -> None:
+    for plant, case, holds in ((None, right, True), (None, wrong, True), (name, right, True), (name, wrong, False)):
+        with engine(plant).open(CONFIG, WEIGHTS) as session:
+            assert np.array_equal(*committed(session, *case)) == holds
+
+
+def test_a_stop_token_inside_an_accepted_path_is_overrun() -> None:
+    prompt = [np.array([5, 9], np.int32)]
+    with engine().open(CONFIG, WEIGHTS) as session:
+        first, second, third, *_ = session.generate(prompt, None, 0, Limits(3))[0].tokens
+    table = np.zeros((1, CONFIG.vocab), np.float32)
+    table[0, second] = 9
+    drafter = TableDrafter.of_array(table)
+    for plant, tokens in ((None, (first, second)), ("stop-last", (first, second, third))):
+        with engine(plant).open(CONFIG, WEIGHTS) as session:
+            assert session.generate(prompt, drafter, 1, Limits(3, (second,)))[0].tokens == tokens
+            assert session.generate(prompt, drafter, 1, Limits(3, (first,)))[0].tokens == (first,)
+
+
+# ---- plants that end or stall their process -------------------------------------------------------------------------
+
+CALL = """
+import sys
+import numpy as np
+from impls.native import native
+engine = native(sys.argv[1])
+size = int(sys.argv[2])
+print("calling", flush=True)
+if sys.argv[1] == "mask-crash":
+    parents = np.arange(-1, size - 1, dtype=np.int32)
+    engine.run_op("tree_mask", {"parents": parents}, {"prefix_len": 0},
+                  {"positions": np.zeros(size, np.int32), "visible": np.zeros((size, size), np.uint8)})
+else:
+    engine.run_op("matmul", {"x": np.ones((size, 2), np.float32), "w": np.ones((2, 2), np.float32)}, {}, {"out": np.zeros((size, 2), np.float32)})
+print("returned", flush=True)
+"""
+
+
+def start(name: str, size: int) -> subprocess.Popen[str]:
+    engine(name)  # compiled here, so that the process only loads it
+    return subprocess.Popen(
+        [sys.executable, "-c", CALL, name, str(size)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+@pytest.mark.parametrize("size", [6, 7, 8])
+def test_the_crash_is_at_seven_rows_only(size: int) -> None:
+    process = start("mask-crash", size)
+    output, _ = process.communicate()
+    assert output.split() == (["calling"] if size == 7 else ["calling", "returned"])
+    assert process.returncode == (-11 if size == 7 else 0)
+
+
+@pytest.mark.parametrize("size", [4, 5, 6])
+def test_the_hang_is_at_five_rows_only(size: int) -> None:
+    process = start("gemm-hang", size)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "calling\n"
+    try:
+        if size == 5:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)  # an honest product of this size takes microseconds
+        else:
+            assert process.wait() == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_every_plant_is_shown() -> None:
+    shown = {*OPERATIONS, "compact-page", "rejected-visible", "stop-last", "mask-crash", "gemm-hang"}
+    assert shown == set(PLANTS)
