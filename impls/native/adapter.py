@@ -252,7 +252,9 @@ class _Call:
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> None:
         for tensor, array in zip(self._inputs, inputs.values(), strict=True):
             tensor.data = array.__array_interface__["data"][0]
-        for tensor, array in zip(self._outputs, outputs.values(), strict=True):
+        for tensor, (name, array) in zip(self._outputs, outputs.items(), strict=True):
+            if not array.flags.writeable:
+                raise EngineError(f"output {name} is read-only: pass an array that can be written")
             tensor.data = array.__array_interface__["data"][0]
         if self._workspace is not None:
             self._workspace.fill(POISON)

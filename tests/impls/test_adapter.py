@@ -151,6 +151,10 @@ def test_dtypes_and_strides_that_cannot_cross_are_refused(compiled: Compile) -> 
     torn = np.lib.stride_tricks.as_strided(odd, (2, 2), (6, 4))
     with pytest.raises(EngineError, match="not whole elements"):
         engine.run_op("add", {"a": torn, "b": out}, {}, {"out": out})
+    frozen = out.copy()
+    frozen.flags.writeable = False
+    with pytest.raises(EngineError, match="output out is read-only"):
+        engine.run_op("add", {"a": out, "b": out}, {}, {"out": frozen})
     with pytest.raises(EngineError, match="parameter eps is 'small'"):
         engine.run_op("add", {"a": out, "b": out}, {"eps": "small"}, {"out": out})  # type: ignore[dict-item]
 

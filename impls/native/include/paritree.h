@@ -155,7 +155,8 @@ typedef paritree_status (*paritree_tap_fn)(void *user, const paritree_tap *tap);
 
 /* Row i sees every committed row of its sequence and, inside the batch, itself and its ancestors by `parent`: the index of an
  * earlier row of this batch and of the same sequence; -1: the committed prefix. A sequence exists from its first row on. Its
- * rows of this batch are pending, in batch order, until paritree_commit; a forward that fails leaves the cache as it was. */
+ * rows of this batch are pending, in batch order, until paritree_commit; a new batch drops rows of its sequences that are still
+ * pending. Committed rows never change, also when a forward fails. */
 typedef struct paritree_forward_args {
   uint32_t struct_size;
   int32_t synchronised;
@@ -175,7 +176,7 @@ typedef struct paritree_forward_args {
 } paritree_forward_args;
 
 paritree_status paritree_forward(paritree_session *session, const paritree_forward_args *args);
-/* Keep the pending rows of `sequence` named by path (strictly increasing indices into them), drop the others. */
+/* Keep the pending rows of `sequence` named by path, a chain of parents from the prefix on (indices ascend); drop the others. */
 paritree_status paritree_commit(paritree_session *session, int32_t sequence, const int32_t *path, int64_t path_count);
 /* Committed rows in logical order, [latent | k_rope]: *row_count is always set; `rows` is NULL or float32 [row_count, width]. */
 paritree_status paritree_cache_rows(paritree_session *session, int32_t sequence, int64_t layer, DLTensor *rows, int64_t *row_count);
