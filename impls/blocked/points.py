@@ -397,6 +397,11 @@ def candidates(row: Float, width: int) -> NDArray[np.int64]:
     return np.argsort(-row, kind="stable")[:width]
 
 
+def token_ids(columns: NDArray[np.int64], vocab: int) -> NDArray[np.int64]:
+    """Token ids of columns of the drafter's logits: the columns themselves, global to the vocabulary (T4)."""
+    return columns
+
+
 def table_width(budget: int, vocab: int) -> int:
     """K = min(B, V) candidates per depth (T4)."""
     return min(budget, vocab)
@@ -548,6 +553,7 @@ class Points:
     forgotten: Callable[[int], int] = forgotten
     draft_row: Callable[[int], int] = draft_row
     candidates: Callable[[Float, int], NDArray[np.int64]] = candidates
+    token_ids: Callable[[NDArray[np.int64], int], NDArray[np.int64]] = token_ids
     table_width: Callable[[int, int], int] = table_width
     log_normaliser: Callable[[Float], np.float32] = log_normaliser
     log_prob: Callable[[Float, np.float32], Float] = log_prob

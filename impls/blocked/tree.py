@@ -45,8 +45,9 @@ def draft_table(p: Points, logits: Float, budget: int) -> tuple[Int, Float]:
     log_probs = np.empty((depth_max, width), np.float32)
     for depth in range(1, depth_max + 1):
         row = logits[p.draft_row(depth)]
-        ids[depth - 1] = p.candidates(row, width)
-        log_probs[depth - 1] = p.log_prob(row[ids[depth - 1]], p.log_normaliser(row))
+        columns = p.candidates(row, width)
+        ids[depth - 1] = p.token_ids(columns, vocab)
+        log_probs[depth - 1] = p.log_prob(row[columns], p.log_normaliser(row))
     return ids, log_probs
 
 

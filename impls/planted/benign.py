@@ -330,14 +330,15 @@ def _silu_divided(site: Site, gate: Float, up: Float) -> Float:
 @variant("silu-tanh", "swiglu", summary="silu by tanh, declared", profile=Profile("float32-tanh", tanh_silu=True))
 def _silu_by_tanh(site: Site, gate: Float, up: Float) -> Float:
     half = np.float32(0.5)
-    return gate * (half + half * np.tanh(half * gate)) * up
+    out: Float = gate * (half + half * np.tanh(half * gate)) * up
+    return out
 
 
 @variant("sigmoid-divided", "sigmoid", summary="the router's 1 / (1 + exp(-x)), whatever the sign")
 def _sigmoid_divided(site: Site, x: Float) -> Float:
     with np.errstate(over="ignore"):
         decay: Float = np.exp(-x)
-    return ONE / (ONE + decay)
+        return ONE / (ONE + decay)
 
 
 @variant("norm-divided", "inverse_root", summary="reciprocal square root one unit in the last place high, as the hardware's")

@@ -433,13 +433,13 @@ def partial_page_left_out(site: Site, spans: list[Span]) -> list[Span]:
     return out
 
 
-@plant("H02", "batch", "h", "H02 flashinfer-ai/flashinfer/pull/868", ("o_latent", "tree_attention", *SOFTMAX), "a prompt of one token")
+@plant("H02", "batch", "h", "H02 flashinfer-ai/flashinfer/pull/868", ("o_latent", *SCORES, *SOFTMAX), "a prompt of one token")
 def empty_requests_skipped(site: Site, spans: list[Span]) -> list[Span]:
     """A request with nothing in its cache is taken for one with nothing to do; its rows stay unwritten."""
     return [span for span in spans if span.prefix_len or len(span.at) > 1]
 
 
-@plant("H17", "batch", "h", "H17 ikawrakow/ik_llama.cpp/pull/171", ("o_latent", "tree_attention", *SOFTMAX), "three rows")
+@plant("H17", "batch", "h", "H17 ikawrakow/ik_llama.cpp/pull/171", ("o_latent", *SCORES, *SOFTMAX), "three rows")
 def odd_row_left_to_no_thread(site: Site, spans: list[Span]) -> list[Span]:
     def halved(span: Span) -> Span:
         rows = max(1, len(span.at) // 2 * 2)
@@ -448,9 +448,7 @@ def odd_row_left_to_no_thread(site: Site, spans: list[Span]) -> list[Span]:
     return [halved(span) for span in spans]
 
 
-@plant(
-    "H19", "batch", "h", "H19 InternLM/lmdeploy/pull/4302", ("o_latent", "tree_attention", *SOFTMAX), "two rows behind a prefix", nodes=1
-)
+@plant("H19", "batch", "h", "H19 InternLM/lmdeploy/pull/4302", ("o_latent", *SCORES, *SOFTMAX), "two rows behind a prefix", nodes=1)
 def first_query_row_only(site: Site, spans: list[Span]) -> list[Span]:
     """The decode kernel squeezes the query axis away: right for one new row."""
     return [dataclasses.replace(s, at=s.at[:1], seen=s.seen[:1]) if s.prefix_len else s for s in spans]
@@ -621,17 +619,17 @@ def heads_not_flattened(site: Site, q_nope: Float, w_kc: Float) -> Float:
     "h",
     "H04 flashinfer-ai/flashinfer/pull/3136",
     ("compact", *SCORES, "C6", "K7"),
-    "more than 16 pages",
+    "17 rows",
     needs=["long"],
 )
 def page_number_narrowed(site: Site, pages: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The page number has 4 bits: pages 16 and up lie on others (32-bit offsets, scaled down)."""
-    out: NDArray[np.int64] = site.honest(pages % 16, rows)
+    """The page number has 3 bits: pages 8 and up lie on others (32-bit offsets, scaled down)."""
+    out: NDArray[np.int64] = site.honest(pages % 8, rows)
     return out
 
 
-@plant("Z37", "row_slots", "h", "H24 ROCm/aiter/issues/2768", ("compact", *SCORES, "K7"), "more than 32 rows", needs=["long"])
+@plant("Z37", "row_slots", "h", "H24 ROCm/aiter/issues/2768", ("compact", *SCORES, "K7"), "17 rows", needs=["long"])
 def row_offset_wraps(site: Site, pages: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row offset has 5 bits: row 32 lies on row 0 (32-bit offsets, scaled down)."""
-    out: NDArray[np.int64] = site.honest(pages, rows % 32)
+    """The row offset has 4 bits: row 16 lies on row 0 (32-bit offsets, scaled down)."""
+    out: NDArray[np.int64] = site.honest(pages, rows % 16)
     return out

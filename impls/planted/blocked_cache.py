@@ -98,8 +98,12 @@ def moved_in_place_from_the_back(site: Site, store: Float, target: Slots, source
 
 @plant("tree40", "move", "e", "40 sgl-project/sglang/pull/31215", CACHE, "path [0, 2]", nodes=2, needs=["tree", "rounds"])
 def token_index_used_as_page_index(site: Site, store: Float, target: Slots, source: Slots, kv_rank: int) -> None:
-    moved = target != source
-    site.honest(store, target[moved] // PAGE, source[moved] // PAGE, kv_rank)
+    """A buffer indexed by page: whole pages move instead of rows, and a move within a page does nothing."""
+    whole = store.shape[1] // PAGE * PAGE
+    pages = store[:, :whole].reshape(len(store), -1, PAGE, store.shape[2])
+    moved = (target != source) & (source < whole)
+    pages[:, target[moved] // PAGE] = pages[:, source[moved] // PAGE]
+    store[:, :whole] = pages.reshape(len(store), whole, -1)
 
 
 @plant("tree36", "move", "e", "36 rmagur1203/vllm-ddtree", CACHE, "path [0, 2], two layers", nodes=2, needs=["tree", "rounds"])

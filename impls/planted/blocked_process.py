@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from impls.blocked.points import Float, Site
-from impls.planted.planting import plant
+from impls.planted.planting import ANY, plant
 
 ANYWHERE: tuple[str, ...] = ("matmul", "moe")  # a crash is located by the step or op in which it happened
 
@@ -128,7 +128,7 @@ def no_candidate_ever_selected(site: Site, logits: Float) -> NDArray[np.int32]:
     "write",
     "h",
     "H11 flashinfer-ai/flashinfer/pull/3890",
-    ("rms_norm", "matmul"),
+    ANY,
     "an odd number of words in a float output",
     needs=["op"],
 )
@@ -139,7 +139,7 @@ def one_word_past_the_output(site: Site, output: NDArray[np.generic], value: NDA
         ctypes.memset(output.ctypes.data + output.nbytes, 0, output.itemsize)
 
 
-@plant("F14", "write", "h", "F14 flashinfer-ai/flashinfer/pull/3011", ("rms_norm", "matmul"), "five rows", needs=["op"])
+@plant("F14", "write", "h", "F14 flashinfer-ai/flashinfer/pull/3011", ANY, "five rows", needs=["op"])
 def rows_behind_the_last_tile_unwritten(site: Site, output: NDArray[np.generic], value: NDArray[np.generic]) -> None:
     whole = len(output) // 4 * 4
     site.honest(output[:whole], value[:whole])

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from impls.blocked.points import Float, RankPath, Site
-from impls.planted.planting import ACCEPT, STREAM, TABLE, TREE, bf16, plant
+from impls.planted.planting import ACCEPT, STREAM, TABLE, TREE, also, bf16, plant
 from spec.engine import Limits
 
 Order = Callable[[int], list[RankPath]]
@@ -47,6 +47,12 @@ def candidates_of_bf16_logits(site: Site, row: Float, width: int) -> NDArray[np.
     return out
 
 
+@also("tree08", "log_prob")
+def _log_probs_of_bf16_logits(site: Site, values: Float, normaliser: np.float32) -> Float:
+    out: Float = site.honest(bf16(values), normaliser)
+    return out
+
+
 @plant("logz-bf16", "log_normaliser", "c", "8 hao-ai-lab/JetSpec", TABLE, "one row", nodes=1)
 def normaliser_in_bf16(site: Site, row: Float) -> np.float32:
     return np.float32(bf16(np.array([site.honest(row)]))[0])
@@ -65,11 +71,10 @@ def last_of_equal_candidates(site: Site, row: Float, width: int) -> NDArray[np.i
     return len(row) - 1 - np.argsort(-row[::-1], kind="stable")[:width]
 
 
-@plant("tree18", "candidates", "c", "18 sgl-project/sglang/pull/29907", TABLE, "a candidate of the upper half of the vocabulary", nodes=1)
-def ids_of_padded_shards(site: Site, row: Float, width: int) -> NDArray[np.int64]:
+@plant("tree18", "token_ids", "c", "18 sgl-project/sglang/pull/29907", TABLE, "a candidate of the upper half of the vocabulary", nodes=1)
+def ids_of_padded_shards(site: Site, columns: NDArray[np.int64], vocab: int) -> NDArray[np.int64]:
     """Columns of two shards, the first padded by one, are used as token ids."""
-    ids: NDArray[np.int64] = site.honest(row, width)
-    return np.minimum(ids + (ids >= (len(row) + 1) // 2), len(row) - 1)
+    return np.minimum(columns + (columns >= (vocab + 1) // 2), vocab - 1)
 
 
 @plant("tree11", "candidates", "j", "11 jroth1111/ddtree-mlx", (*TABLE, *TREE), "a budget of at least the vocabulary", nodes=1)
@@ -360,6 +365,7 @@ def root_replaced_by_the_mask_token(site: Site, history: list[int]) -> list[int]
 )
 def history_of_the_round_before(site: Site, history: list[int]) -> list[int]:
     """The drafter's context is overwritten too late: it drafts from what it knew a round ago."""
-    before: list[int] = site.memory.get("history", history)
-    site.memory["history"] = list(history)
-    return before if before == history[: len(before)] else history
+    seen: list[list[int]] = site.memory.setdefault("histories", [])
+    before = [old for old in seen if len(old) < len(history) and old == history[: len(old)]]
+    seen.append(list(history))
+    return max(before, key=len, default=history)

@@ -65,17 +65,22 @@ REGIONS = {
 }
 
 # Where a judge may rightly place a bug: op names and rule ids.
+OP_RECORDS = (
+    "embed", "rms_norm", "matmul", "rope", "q_absorb", "scores", "softmax", "o_latent", "o_heads", "tree_attention", "router_scores", "route",
+    "swiglu", "moe", "combine", "add", "argmax", "draft_table", "best_first_tree", "tree_mask", "accept", "compact",
+)  # fmt: skip
 SCORES = ("scores", "tree_attention", "M5")
 SOFTMAX = ("softmax", "tree_attention")
+ANY = OP_RECORDS  # stray and missing writes show where they happen
 MASK = ("softmax", "tree_mask", "tree_attention", "C3")
 POSITION = ("rope", "tree_mask", "C2")
 ROPE = ("rope", "M6")
 CACHE = ("compact", "scores", "K1", "K2", "K3", "K4", "K7", "C7")
 ROUTE = ("route", "M8")
 TREE = ("best_first_tree", "T3", "T5", "T6", "T7")
-TABLE = ("draft_table", "T2", "T4", "T8")
+TABLE = ("draft_table", "best_first_tree", "T2", "T3", "T4", "T8")  # a loop shows only the tree that comes of it
 ACCEPT = ("accept", "A1", "A3", "V1", "L1")
-STREAM = ("A4", "L1", "L3")
+STREAM = ("A4", "L1", "L2", "L3")
 
 
 def plant(
