@@ -110,4 +110,8 @@ PARITREE_INLINE bool sees(const unsigned* mask_row, int prefix_len, int key) {
     return (mask_row[j >> 5] >> (j & 31)) & 1u;
 }
 
+// Whether a tile may hold this key. `seen`: bits of the keys that some row sees, null: all. A slot that no row sees may hold NaN, and a
+// matrix product would carry it into every row, as 0 * NaN is NaN.
+PARITREE_INLINE bool is_read(const unsigned* seen, int prefix_len, int key) { return seen == nullptr || sees(seen, prefix_len, key); }
+
 }  // namespace paritree

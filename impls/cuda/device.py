@@ -26,6 +26,7 @@ class Device(Protocol):
     float (32 bits), and NumPy scalars as they are."""
 
     processors: int
+    shared_max: int  # bytes of shared memory that one block may have
 
     def empty(self, shape: Shape, dtype: Any) -> Array:
         """Uninitialised; a checking device fills it with poison."""
@@ -63,7 +64,9 @@ class CupyDevice:
         self._module = cupy.RawModule(code=expanded(), options=("-std=c++17",), name_expressions=None)
         self._kernels: dict[str, Any] = {}
         self._guarded: list[Any] = []
-        self.processors: int = cupy.cuda.Device().attributes["MultiProcessorCount"]
+        attributes = cupy.cuda.Device().attributes
+        self.processors: int = attributes["MultiProcessorCount"]
+        self.shared_max: int = attributes["MaxSharedMemoryPerBlockOptin"]
 
     def empty(self, shape: Shape, dtype: Any) -> Array:
         if not self._checking:

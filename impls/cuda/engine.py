@@ -2,12 +2,14 @@
 
     cuda             CuPy on the first CUDA device
     cuda:plain       the same with the first version of every kernel
+    cuda:bf16        tree attention on bfloat16 operands
     cuda:emulated    the same device code on the CPU (impls/cuda/emulate.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,8 @@ Outputs = dict[str, Array]
 PROFILE = Profile(
     "cuda-float32", exp_ulp=2.0, log_ulp=1.0, rsqrt_ulp=2.0, online_softmax=True, exp2_folding=True, flush_to_zero=True, batch_invariant=False
 )
+# tree attention on bfloat16 operands and weights; sums in float32, on tensor cores without IEEE rounding of each addition
+PROFILE_BF16 = replace(PROFILE, name="cuda-bf16", u_input=2.0**-8, u_accumulate=2.0**-22)
 # bits of a status word: common.cuh
 STATUS = {
     1: "T8: a logit or log-probability is NaN or +inf",
@@ -44,11 +48,12 @@ INEXACT = 4
 class CudaEngine:
     """`spec.engine.Engine`. Buffers of `run_op` are poisoned and guarded if the device checks."""
 
-    def __init__(self, device: Device | None = None, *, forms: str = "fast", name: str = "cuda") -> None:
+    def __init__(self, device: Device | None = None, *, forms: str = "fast", name: str = "cuda", profile: Profile = PROFILE) -> None:
         self.device = CupyDevice(checking=True) if device is None else device
         self.kernels = Kernels(self.device, forms)
+        self._narrow = profile is PROFILE_BF16
         self._description = Description(
-            name=name, version="1", profile=PROFILE, capabilities=frozenset({"run_op"}), ops=frozenset(OPS), taps=frozenset()
+            name=name, version="1", profile=profile, capabilities=frozenset({"run_op"}), ops=frozenset(OPS), taps=frozenset()
         )
 
     def describe(self) -> Description:
@@ -59,7 +64,7 @@ class CudaEngine:
         if op not in _OPS:
             raise Unsupported(f"there is no op {op!r}")
         _check_ids(op, inputs)
-        call = _Call(self.kernels, inputs, {name: self.device.upload(value) for name, value in inputs.items()}, params)
+        call = _Call(self.kernels, inputs, {name: self.device.upload(value) for name, value in inputs.items()}, params, self._narrow)
         found = _OPS[op](call)
         call.check_status()
         for name, value in found.items():
@@ -81,18 +86,21 @@ def engine(variant: str | None = None) -> CudaEngine:
         return CudaEngine()
     if variant == "plain":
         return CudaEngine(forms="plain", name="cuda:plain")
+    if variant == "bf16":
+        return CudaEngine(name="cuda:bf16", profile=PROFILE_BF16)
     if variant == "emulated":
         from impls.cuda.emulate import EmulatedDevice
 
         return CudaEngine(EmulatedDevice(), name="cuda:emulated")
-    raise LookupError(f"there is no engine 'cuda:{variant}': choose cuda, cuda:plain or cuda:emulated")
+    raise LookupError(f"there is no engine 'cuda:{variant}': choose cuda, cuda:plain, cuda:bf16 or cuda:emulated")
 
 
 class _Call:
     """The operands of one run_op: `host` as given, `on` the device, `params`, and a status word that kernels may set."""
 
-    def __init__(self, kernels: Kernels, host: HostArrays, on: DeviceArrays, params: Params) -> None:
+    def __init__(self, kernels: Kernels, host: HostArrays, on: DeviceArrays, params: Params, narrow: bool) -> None:
         self.kernels = kernels
+        self.narrow = narrow
         self.host = host
         self.on = on
         self.params = params
@@ -139,9 +147,11 @@ def _budget(call: _Call) -> int:
 def _tree_attention(call: _Call) -> Outputs:
     """Any visibility: no prefix, one bit for each key."""
     on = call.on
-    bits = call.kernels.pack_mask(on["visible"])
-    scale = float(np.float32(call.params["scale"]))
-    return {"out": call.kernels.tree_attention(on["q"], on["cache"], bits, 0, len(on["cache"]), call.integer("kv_rank"), scale)}
+    bits, seen = call.kernels.pack_mask(on["visible"])
+    q, cache = on["q"], on["cache"]
+    if call.narrow:
+        q, cache = call.kernels.cast_bf16(q), call.kernels.cast_bf16(cache)
+    return {"out": call.kernels.tree_attention(q, cache, bits, 0, len(cache), call.integer("kv_rank"), _scale(call), seen=seen)}
 
 
 def _route(call: _Call) -> Outputs:

@@ -13,4 +13,5 @@
 #include "route.cuh"
 #include "softmax.cuh"
 #include "tree.cuh"
+#include "tree_attention_bf16.cuh"
 #include "tree_attention_f32.cuh"

@@ -16,6 +16,9 @@ LAUNCH_ROWS_MAX = 65535  # of the second and third dimension of a grid
 WORKSPACE_MAX = 64 << 20  # bytes, of one attention call
 TILED_RANK, TILED_WIDTH, TILED_ROWS, TILED_KEYS = 512, 576, 64, 32
 TILED_SHARED = 100_864  # bytes; asserted in tree_attention_f32.cuh
+MMA16 = ("tree_attention_mma_bf16", 65_536)  # kernel, bytes; asserted in tree_attention_bf16.cuh
+MMA32 = ("tree_attention_mma32_bf16", 121_344)
+SHARED_PORTABLE = 101_376  # bytes a block on sm_120
 DRAFT_CHUNK, DRAFT_BINS, DRAFT_SORT = 4096, 4096, 4096  # draft_table.cuh
 DEPTH_MAX, BUDGET_MAX = 20, 1024  # tree.cuh
 FEW_ROWS = 8
@@ -38,6 +41,7 @@ class Kernels:
             raise ValueError(f"forms is {forms!r}, but must be fast or plain")
         self.device = device
         self.plain = forms == "plain"
+        self.mma_form = MMA32 if device.shared_max >= MMA32[1] else MMA16
 
     # Rows
 
@@ -161,19 +165,31 @@ class Kernels:
             self.device.launch("o_latent_f32", (rows * heads,), 128, (probs, keys, latent, None, 1, _step(latent, 0), out, rank, keys, rank))
         return out
 
-    def pack_mask(self, visible: Array) -> Array:
-        """visible [T, S] uint8 -> bits [T, ceil(S / 32)] uint32."""
+    def pack_mask(self, visible: Array) -> tuple[Array, Array]:
+        """visible [T, S] uint8 -> bits [T, ceil(S / 32)] uint32, and the keys that some row sees as bits [ceil(S / 32)]."""
         rows, keys = visible.shape
-        bits = self.device.empty((rows, -(-keys // 32)), np.uint32)
+        words = -(-keys // 32)
+        bits, seen = self.device.empty((rows, words), np.uint32), self.device.zeros((words,), np.uint32)
         if bits.size:
-            self.device.launch("pack_mask", (rows,), 128, (visible, bits, keys))
-        return bits
+            self.device.launch("pack_mask", (rows,), 128, (visible, bits, seen, keys))
+        return bits, seen
+
+    def cast_bf16(self, x: Array) -> Array:
+        """The nearest bfloat16 of each float32, as uint16."""
+        out = self.device.empty(x.shape, np.uint16)
+        self._over("cast_bf16", x.size, (x, out, np.int64(x.size)))
+        return out
 
     def tree_attention(
-        self, q: Array, cache: Array, bits: Array, prefix_len: int, keys: int, kv_rank: int, scale: float, pages: Pages | None = None
-    ) -> Array:
-        """q [T, H, C] against the first `keys` rows of a cache [slots, C]: the first prefix_len are seen by all, the others by `bits`."""
+        self, q: Array, cache: Array, bits: Array, prefix_len: int, keys: int, kv_rank: int, scale: float, *, pages: Pages | None = None,
+        seen: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """q [T, H, C] against the first `keys` rows of a cache [slots, C], both float32, or both bfloat16 as uint16 -> float32 [T, H, R].
+
+        The first prefix_len keys are seen by every row, the others by `bits`; `seen`: bits of those that some row sees, None: all of them.
+        """
         rows, heads, width = q.shape
+        narrow = q.dtype == np.uint16
         out = self.device.empty((rows, heads, kv_rank), np.float32)
         if out.size == 0:
             return out
@@ -181,7 +197,7 @@ class Kernels:
         words = bits.shape[1]
         if self.plain or (kv_rank, width) != (TILED_RANK, TILED_WIDTH):
             self.device.launch(
-                "tree_attention_plain_f32", (rows * heads,), 128,
+                "tree_attention_plain_bf16" if narrow else "tree_attention_plain_f32", (rows * heads,), 128,
                 (q, cache, table, size, bits, words, heads, kv_rank, width, prefix_len, keys, float(scale), out),
                 4 * (width + 128 + 4),
             )  # fmt: skip
@@ -192,10 +208,11 @@ class Kernels:
         if splits > 1:
             part_out = self.device.empty((splits, query_rows, kv_rank), np.float32)
             part_stat = self.device.empty((splits, query_rows, 2), np.float32)
+        kernel, shared_bytes = ("tree_attention_tiled_f32", TILED_SHARED) if not narrow else self.mma_form
         self.device.launch(
-            "tree_attention_tiled_f32", (-(-query_rows // TILED_ROWS), splits), 256,
-            (q, cache, table, size, bits, words, heads, query_rows, prefix_len, keys, per_split, float(scale), out, part_out, part_stat),
-            TILED_SHARED,
+            kernel, (-(-query_rows // TILED_ROWS), splits), 256,
+            (q, cache, table, size, bits, words, seen, heads, query_rows, prefix_len, keys, per_split, float(scale), out, part_out, part_stat),
+            shared_bytes,
         )  # fmt: skip
         if splits > 1:
             self.device.launch("tree_attention_merge_f32", (query_rows,), 128, (part_out, part_stat, splits, query_rows, kv_rank, out))

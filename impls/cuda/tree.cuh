@@ -226,14 +226,18 @@ extern "C" __global__ void tree_mask(const int* parents, const int* count, int r
     for (int j = threadIdx.x; j < rows; j += blockDim.x) target[prefix_len + j] = row_bits[j >> 5] >> (j & 31) & 1u;
 }
 
-// Bytes to bits: visible [rows, keys], any nonzero byte is visible; bits [rows, ceil(keys / 32)]. grid (rows), block a multiple of 32
-extern "C" __global__ void pack_mask(const unsigned char* visible, unsigned* bits, int keys) {
+// Bytes to bits: visible [rows, keys], any nonzero byte is visible; bits [rows, ceil(keys / 32)]; seen [ceil(keys / 32)], zero before: keys that
+// some row sees. grid (rows), block a multiple of 32
+extern "C" __global__ void pack_mask(const unsigned char* visible, unsigned* bits, unsigned* seen, int keys) {
     const unsigned char* row = visible + static_cast<long long>(blockIdx.x) * keys;
     const int words = (keys + 31) / 32;
     for (int w = threadIdx.x / 32; w < words; w += blockDim.x / 32) {
         const int s = w * 32 + static_cast<int>(threadIdx.x % 32);
         const unsigned word = __ballot_sync(paritree::FULL_WARP, s < keys && row[s] != 0);
-        if (threadIdx.x % 32 == 0) bits[static_cast<long long>(blockIdx.x) * words + w] = word;
+        if (threadIdx.x % 32 == 0) {
+            bits[static_cast<long long>(blockIdx.x) * words + w] = word;
+            if (word) atomicOr(&seen[w], word);
+        }
     }
 }
 

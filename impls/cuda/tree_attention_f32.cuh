@@ -6,7 +6,7 @@
 //
 // Accumulates in float32 (FMA), exp2 with log2(e) folded into the scale, online softmax, split over keys with a
 // log-sum-exp merge. A row that sees nothing gives zeros. Two forms:
-//   tree_attention_plain_f32   one block per (row, head), any sizes: read this one first
+//   tree_attention_plain_f32   one block per (row, head), any sizes: read this one first (also on bfloat16 operands)
 //   tree_attention_tiled_f32   kv_rank 512, rope_dim 64: all heads of a row share the keys (one KV head), so rows x heads are
 //                              flattened into query rows of a matrix product and nothing of size rows x keys reaches global memory
 #pragma once
@@ -17,16 +17,20 @@ namespace paritree {
 
 // ---- plain ------------------------------------------------------------------------------------------------------
 // grid (rows * heads), block 128; dynamic shared memory: (width + 4 * 4 + 128) floats.
-PARITREE_INLINE void tree_attention_plain(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask,
+PARITREE_INLINE float widened(float x) { return x; }
+PARITREE_INLINE float widened(unsigned short bits) { return of_bf16(bits); }
+
+template <typename Element>
+PARITREE_INLINE void tree_attention_plain(const Element* query, const Element* cache, const int* pages, int page_size, const unsigned* mask,
                                           int mask_words, int heads, int kv_rank, int width, int prefix_len, int keys, float scale, float* out) {
     PARITREE_SHARED(float, shared);
     float* q = shared;                 // [width]
     float* weights = q + width;        // [128], one key per thread and round
     float* partial = weights + 128;    // [4], one per warp
     const int row = blockIdx.x / heads;
-    const float* query_row = query + static_cast<long long>(blockIdx.x) * width;
+    const Element* query_row = query + static_cast<long long>(blockIdx.x) * width;
     const unsigned* mask_row = mask + static_cast<long long>(row) * mask_words;
-    for (int c = threadIdx.x; c < width; c += blockDim.x) q[c] = query_row[c];
+    for (int c = threadIdx.x; c < width; c += blockDim.x) q[c] = widened(query_row[c]);
     __syncthreads();
 
     float row_max = minus_infinity(), row_sum = 0.0f;
@@ -36,9 +40,9 @@ PARITREE_INLINE void tree_attention_plain(const float* query, const float* cache
         const int key = start + threadIdx.x;
         float score = minus_infinity();
         if (key < keys && sees(mask_row, prefix_len, key)) {
-            const float* k = cache_row(cache, pages, page_size, width, key);
+            const Element* k = cache_row(cache, pages, page_size, width, key);
             float dot = 0.0f;
-            for (int c = 0; c < width; ++c) dot = fmaf(q[c], k[c], dot);
+            for (int c = 0; c < width; ++c) dot = fmaf(q[c], widened(k[c]), dot);
             score = dot * scale * LOG2_E;
         }
         const float warp_top = warp_max(score);
@@ -59,7 +63,7 @@ PARITREE_INLINE void tree_attention_plain(const float* query, const float* cache
         for (int c = threadIdx.x; c < kv_rank; c += blockDim.x) {
             float sum = out_row[c] * shrink;
             for (int i = 0; i < seen; ++i)  // invisible rows may hold NaN: 0 * NaN must not reach the sum
-                if (weights[i] != 0.0f) sum = fmaf(weights[i], cache_row(cache, pages, page_size, width, start + i)[c], sum);
+                if (weights[i] != 0.0f) sum = fmaf(weights[i], widened(cache_row(cache, pages, page_size, width, start + i)[c]), sum);
             out_row[c] = sum;
         }
         __syncthreads();
@@ -90,7 +94,7 @@ static_assert(KEYS * WEIGHT_STRIDE <= CHUNK_FLOATS, "the weights share the secon
 // grid (ceil(rows * heads / 64), splits). With one split `out` is final; else part_out [splits, rows * heads, 512] holds unnormalised
 // sums and part_stat [splits, rows * heads, 2] the running maximum (base 2) and sum, for tree_attention_merge.
 PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask,
-                                          int mask_words, int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale,
+                                          int mask_words, const unsigned* seen, int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale,
                                           float* out, float* part_out, float* part_stat) {
     using namespace tiled_f32;
     PARITREE_SHARED(float, shared);
@@ -120,7 +124,7 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
     auto load_keys = [&](int start, int from, int count) {
         for (int i = thread; i < count * (WIDTH / 4); i += THREADS) {
             const int key = from + i / (WIDTH / 4), column = (i % (WIDTH / 4)) * 4;
-            const bool valid = start + key < end;
+            const bool valid = start + key < end && is_read(seen, prefix_len, start + key);
             const float* source = cache_row(cache, pages, page_size, WIDTH, valid ? start + key : begin) + column;
             copy16_async(key_tile + key * KEY_STRIDE + column, source, valid);
         }
@@ -316,9 +320,9 @@ tree_attention_plain_f32(const float* query, const float* cache, const int* page
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
-tree_attention_tiled_f32(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, int heads,
+tree_attention_tiled_f32(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, const unsigned* seen, int heads,
                          int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat) {
-    paritree::tree_attention_tiled(query, cache, pages, page_size, mask, mask_words, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
+    paritree::tree_attention_tiled(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
                                    part_out, part_stat);
 }
 

@@ -118,8 +118,9 @@ T atomicAdd(T* at, T value) {
   *at = before + value;
   return before;
 }
-inline int atomicOr(int* at, int value) {
-  const int before = *at;
+template <class T>
+T atomicOr(T* at, T value) {
+  const T before = *at;
   *at = before | value;
   return before;
 }
