@@ -132,7 +132,7 @@ def run_row(engines: Sequence[str], options: Options) -> dict[str, Any]:
     import paritree
 
     return {
-        "purpose": options.purpose, "engines": [{"name": engine} for engine in engines], "command": options.command, "seed": str(options.seed),
+        "purpose": options.purpose, "engines": [{"spec": engine} for engine in engines], "command": options.command, "seed": str(options.seed),
         "budget": options.budget or f"{options.trials} trials", "machine": machine(), "paritree": paritree.__version__, "commit": options.commit,
         **({"campaign": options.campaign} if options.campaign else {}),
     }  # fmt: skip

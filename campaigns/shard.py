@@ -79,6 +79,7 @@ class Shard:
         self.bench = Bench(self.supervisor)
         self.name = self.supervisor.description.name
         self.store = Store.create_or_open(job["store"])
+        self.store.add_engine(job["run_id"], engine_row(self.engine, self.supervisor.description))
         self.writer = self.store.writer(job["run_id"], job["writer"])
         self.known: dict[Fingerprint, str] = {}
         self.earlier = self._known_minima()
@@ -240,6 +241,12 @@ class Shard:
 
 
 # ---- rows of the store ---------------------------------------------------------------------------------------------------------------
+
+
+def engine_row(spec: str, description: Any) -> dict[str, Any]:
+    offers = ", ".join(sorted(description.capabilities)) or "nothing"
+    text = f"offers {offers}; {len(description.ops)} operations, {len(description.taps)} taps"
+    return {"spec": spec, "name": description.name, "version": description.version, "profile": description.profile.name, "description": text}
 
 
 def judgement_row(engine: str, case: str, j: Judgement) -> dict[str, Any]:

@@ -19,6 +19,7 @@ HEAT_STEPS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0)
 HEAT_LEGEND = ("0 (exact)", "≤ 0.0001", "≤ 0.001", "≤ 0.01", "≤ 0.1", "≤ 0.3", "≤ 1", "> 1")
 TITLES_MAX = 1_500  # tooltips cost about 90 bytes each; above this the table alone has the numbers
 TREE_NODES_MAX = 160
+POINTS_MIN = 3  # fewer are no way to travel; the numbers beside the picture say it
 TAPS_MAX = 300  # above this the trace is shown per layer
 
 _CELL = 20
@@ -63,7 +64,7 @@ def heat_map(heat: HeatMap, name: str) -> str:
 def tree(round_: dict[str, Any], name: str) -> str:
     """The draft tree from left to right. Raises nothing: what is no tree gives an empty string.
 
-    Keys: tokens, parents (-1: root), path (accepted by the engine), expected_path (accepted by the spec; default: path), guilty (node or -1).
+    Keys: tokens, parents (-1: root), path (accepted by the engine), expected_path (accepted by the specification; empty: the same), guilty (nodes).
     """
     parents, tokens = _ints(round_.get("parents")), _ints(round_.get("tokens"))
     if not parents or len(tokens) != len(parents):
@@ -72,15 +73,15 @@ def tree(round_: dict[str, Any], name: str) -> str:
     parents, tokens = parents[:TREE_NODES_MAX], tokens[:TREE_NODES_MAX]
     if any(not -1 <= parent < i for i, parent in enumerate(parents)):
         return ""
-    engine, ought = _ints(round_.get("path")), _ints(round_.get("expected_path", round_.get("path")))
-    guilty = round_.get("guilty", -1)
+    engine, ought = _ints(round_.get("path")), _ints(round_.get("expected_path") or round_.get("path"))
+    guilty = set(_ints(round_["guilty"] if isinstance(round_.get("guilty"), list) else [round_.get("guilty", -1)]))
     depth, row, rows = _layout(parents)
     step_x, step_y = 76, 28
     width, height = 20 + step_x * max(depth) + 62, 10 + step_y * rows
     x = [12 + step_x * d for d in depth]
     y = [6 + step_y * r for r in row]
     label = f"Draft tree {name}: {numbers.plural(total - 1, 'node')} below the root; the engine accepts {engine}, the specification {ought}"
-    label += f"; node {guilty} is wrong" if isinstance(guilty, int) and guilty >= 0 else ""
+    label += "".join(f"; node {node} is wrong" for node in sorted(guilty) if node >= 0)
     out = [_open("tree", width, height, label)]
     engine_edges, ought_edges = _edges(engine), _edges(ought)
     for i, parent in enumerate(parents):
@@ -93,16 +94,16 @@ def tree(round_: dict[str, Any], name: str) -> str:
             middle = (x0 + x1) / 2
             out.append(f'<path class="edge {kind}" d="M{x0:g} {y0:g}C{middle:g} {y0:g} {middle:g} {y1:g} {x1:g} {y1:g}"/>')
     for i, token in enumerate(tokens):
-        classes = "node" + (" kept" if i in ought else "") + (" guilty" if i == guilty else "")
+        classes = "node" + (" kept" if i in ought else "") + (" guilty" if i in guilty else "")
         say = [f"node {i}, token {token}"]
         say += ["accepted by the engine"] if i in engine else []
         say += ["accepted by the specification"] if i in ought else []
-        say += ["here it goes wrong"] if i == guilty else []
+        say += ["here it goes wrong"] if i in guilty else []
         out.append(f'<g class="{classes}"><title>{"; ".join(say)}</title>')
-        if i == guilty:
+        if i in guilty:
             out.append(f'<rect class="ring" x="{x[i] - 3:g}" y="{y[i] - 3:g}" width="56" height="26" rx="6"/>')
         out.append(f'<rect x="{x[i]:g}" y="{y[i]:g}" width="50" height="20" rx="4"/>')
-        mark = "✕ " if i == guilty else ""
+        mark = "✕ " if i in guilty else ""
         out.append(f'<text x="{x[i] + 25:g}" y="{y[i] + 14:g}" text-anchor="middle">{mark}{token}</text></g>')
     return "".join(out) + "</svg>"
 
@@ -121,7 +122,7 @@ def trace_points(trace: Sequence[Any]) -> list[tuple[str, int, float, float]]:
             entry = [entry.get("tap"), entry.get("layer"), entry.get("relative_error"), entry.get("share")]
         try:
             tap, layer, error, share = entry
-            points.append((str(tap), int(layer), abs(float(error)), abs(float(share))))
+            points.append((str(tap), int(layer), _magnitude(error), _magnitude(share)))
         except (TypeError, ValueError):
             continue
     if len(points) <= TAPS_MAX:
@@ -136,7 +137,7 @@ def trace_points(trace: Sequence[Any]) -> list[tuple[str, int, float, float]]:
 
 def trace(points: Sequence[tuple[str, int, float, float]], guilty: tuple[str, int]) -> str:
     """Two panels over the same taps: the relative error (log, dots), and the share of the bound (log, bars; above 1 hatched and marked)."""
-    if not points:
+    if len(points) < POINTS_MIN:
         return ""
     count = len(points)
     step = min(22.0, max(4.0, 660 / count))
@@ -148,7 +149,7 @@ def trace(points: Sequence[tuple[str, int, float, float]], guilty: tuple[str, in
     out = [_open("trace", width, height, f"Error along {numbers.plural(count, 'tap')}{first}")]
     errors, shares = _Log([p[2] for p in points], panel), _Log([*(p[3] for p in points), 1.0], panel)
     base = 2 * panel + gap
-    out += _bands(points, left, step, base)
+    out += _bands(points, left, step, base, panel + gap - 4)
     for scale, top, title in ((errors, 0.0, "relative error"), (shares, panel + gap, "share of bound")):
         for decade in scale.ticks():
             y = top + scale.y(10.0**decade)
@@ -215,16 +216,19 @@ class _Log:
         return [d for d in range(self.low + 1, self.high + 1) if d % every == 0]
 
 
-def _bands(points: Sequence[tuple[str, int, float, float]], left: float, step: float, base: float) -> list[str]:
-    """Every other layer has a ground of its own; its number stands below."""
+def _bands(points: Sequence[tuple[str, int, float, float]], left: float, step: float, base: float, gap_middle: float) -> list[str]:
+    """Every other layer has a ground of its own; its number stands between the panels, or below where the taps have no names."""
     out, start, shade = [], 0, False
     for i in range(1, len(points) + 1):
         if i == len(points) or points[i][1] != points[start][1]:
             x, width = left + step * start, step * (i - start)
             if shade:
                 out.append(f'<rect class="band" x="{x:.1f}" y="0" width="{width:.1f}" height="{base}"/>')
+            word = str(points[start][1]) if step < 11 else f"layer {points[start][1]}"
+            if step >= 11 and width >= 40 and points[start][1] >= 0:
+                out.append(f'<text class="axis" x="{x + width / 2:.1f}" y="{gap_middle:.1f}" text-anchor="middle">{word}</text>')
             if step < 11 and width >= 14:
-                out.append(f'<text class="axis" x="{x + width / 2:.1f}" y="{base + 14}" text-anchor="middle">{points[start][1]}</text>')
+                out.append(f'<text class="axis" x="{x + width / 2:.1f}" y="{base + 14}" text-anchor="middle">{word}</text>')
             start, shade = i, not shade
     if step < 11:
         out.append(f'<text class="axis" x="{left}" y="{base + 29}">layer</text>')
@@ -266,6 +270,12 @@ def _ints(values: Any) -> list[int]:
         return [int(v) for v in values or []]
     except (TypeError, ValueError):
         return []
+
+
+def _magnitude(number: Any) -> float:
+    """JSON has no infinity: campaigns write 1e308 for it."""
+    size = abs(float(number))
+    return math.inf if size >= 1e300 else size
 
 
 def _key(point: tuple[str, int, float, float]) -> float:

@@ -78,7 +78,7 @@ def share(number: float) -> str:
         text = f"{number:.{digits}g}"
         if float(text) != 1.0 or number == 1.0:
             break
-    return _plain(text) if abs(number) < 1e6 else text
+    return _plain(text)
 
 
 def times(number: float) -> str:
@@ -89,7 +89,7 @@ def times(number: float) -> str:
 def _plain(text: str) -> str:
     """No exponent where a few digits say it better."""
     number = float(text)
-    return text if "e" not in text or abs(number) < 1e-4 else f"{number:.0f}"
+    return text if not 1_000 <= abs(number) < 1e9 else f"{number:,.0f}"
 
 
 def below(trials: int, confidence: float = 0.95) -> str:

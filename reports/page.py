@@ -171,7 +171,7 @@ def _sections(page: Page, template: Template, left: int) -> tuple[list[str], set
 def _pictures(finding: dict[str, Any]) -> dict[str, Any]:
     rounds = [r for r in finding["tree"] if isinstance(r, dict)]
     # The rounds with a guilty node first: the others are context.
-    chosen = sorted(rounds, key=lambda r: not (isinstance(r.get("guilty"), int) and r["guilty"] >= 0))[:TREES_MAX]
+    chosen = sorted(rounds, key=lambda r: r.get("guilty", -1) in (-1, []))[:TREES_MAX]
     trees = [
         (str(r.get("title", "")), charts.tree(r, str(r.get("title", ""))), charts.tree_note(r))
         for r in rounds
@@ -191,6 +191,11 @@ def _pictures(finding: dict[str, Any]) -> dict[str, Any]:
         "trace_svg": Markup(charts.trace(points, (finding["output"], finding["layer"]))),
         "trace_note": note,
         "points": points,
+        "bisect": [
+            (key.replace("_", " "), item if isinstance(item, str) else json.dumps(item))
+            for key, item in finding["bisect"].items()
+            if key not in ("by", "note") and item not in ("", None)
+        ],
     }
 
 
@@ -224,7 +229,12 @@ def _facts(page: Page) -> list[tuple[str, str]]:
     def distinct(name: str) -> str:
         return ", ".join(dict.fromkeys(str(run[name]) for run in page.runs if run[name]))
 
-    described = "; ".join(f"{e.name}: {e.description}" if len(page.engines) > 1 else e.description for e in page.engines if e.description)
+    described: dict[str, list[str]] = {}
+    for engine in page.engines:
+        if engine.description:
+            described.setdefault(engine.description, []).append(engine.name)
+    alone = len(page.engines) == 1
+    engines = "; ".join(what if alone else f"{', '.join(names)}: {what}" for what, names in described.items())
     facts = [
         ("Started", numbers.when(first["started"])),
         ("Duration", took),
@@ -235,7 +245,7 @@ def _facts(page: Page) -> list[tuple[str, str]]:
         ("Ended", distinct("stopped")),
         ("Machine", distinct("machine")),
         ("paritree", distinct("paritree")),
-        ("Engine", described),
+        ("Engine" if alone else "Engines", engines),
         ("Note", distinct("note")),
         ("Command", last["command"]),
     ]

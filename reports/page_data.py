@@ -236,6 +236,10 @@ def load(store: Store) -> Page:
     used = set().union(*scope.values()) if scope else set()
     runs = [run for run in history if run["run_id"] in used]
     problems += [f"run {run['run_id']} has no end: it is still running, or was killed" for run in runs if not run["finished"]]
+    for run in runs or [run for run in history if run["run_id"] not in judge_runs][-1:]:
+        missing = [str(e.get("spec", "?")) for e in _json(run["engines"], []) if isinstance(e, dict) and "name" not in e]
+        if missing and run["finished"]:
+            problems.append(f"not loaded: {', '.join(missing)}")
     return Page(
         engines=engines,
         findings=findings,

@@ -56,7 +56,9 @@ RUNS = (
     Column("run_id", "string", "", "names the run everywhere"),
     Column("campaign", "string", "", "shards and restarts of one campaign share it; its own run_id otherwise"),
     Column("purpose", "string", "", "check, nightly, mutation, false-alarms (engines known to be right), vectors, ..."),
-    Column("engines", "string", "JSON", 'list of {"name", "version", "profile", "description"}'),
+    Column(
+        "engines", "string", "JSON", 'list of {"name", "version", "profile", "description", "spec"}; one without a name is not (yet) loaded'
+    ),
     Column("command", "string", "", "the command line, ready to paste"),
     Column("commit", "string", "", "commit of the engine under test, where known"),
     Column("paritree", "string", "", "version of paritree"),
@@ -170,7 +172,7 @@ FINDINGS = (
     Column("case_id", "string", "", "hash of the smallest known case"),
     Column("case", "string", "JSON", "the smallest known case", required=True),
     Column("minimal", "bool", "", "`case` went through minimising to the end"),
-    Column("nodes", "int", "nodes", "size of the smallest case, root included; -1: no tree"),
+    Column("nodes", "int", "nodes", "of the draft trees of the smallest case, without roots; -1: the case holds no tree"),
     Column("engine_version", "string", "", "version at the last sighting"),
     Column("profile", "string", "", "declared arithmetic"),
     Column("first_run", "string", "", "run of the first sighting"),
@@ -184,7 +186,7 @@ FINDINGS = (
     Column("capsule", "string", "path in the store", "folder of the capsule"),
     Column("replay", "string", "", "command that shows it again"),
     Column("bisect", "string", "JSON", '{"by": "commit|build|flag|tap", "first_bad", "last_good", "steps", "note"}'),
-    Column("tree", "string", "JSON", 'rounds: [{"title", "tokens", "parents", "path", "expected_path", "guilty"}]'),
+    Column("tree", "string", "JSON", 'rounds: [{"title", "tokens", "parents", "path", "expected_path", "guilty": [nodes]}]'),
     Column("trace", "string", "JSON", "[tap, layer, relative error, share of bound] in data order"),
 )
 

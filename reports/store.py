@@ -11,6 +11,7 @@ Columns and units: reports/schema.py and docs/store.md. A finding is durable whe
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -120,6 +121,21 @@ class Store:
             _event(database, run_id, "run started", "", row["command"])
         self._run_part(row, "start")
         return run_id
+
+    def add_engine(self, run_id: str, engine: Mapping[str, Any]) -> None:
+        """An engine of the run, as it describes itself: {"name", "version", "profile", "description", "spec"}; may be told again.
+
+        A campaign knows the names of its engines only once they are loaded, so `start_run` may list {"spec": "./engine.so"} alone; the same
+        spec here replaces that entry. What was new for an earlier campaign of this engine is known from here on.
+        """
+        with self.transaction() as database:
+            run = self._run(database, run_id)
+            listed = from_json(run["engines"])
+            others = [e for e in listed if not _is_same_engine(e, engine)] if isinstance(listed, list) else []
+            run = clean("runs", RUNS, run | {"engines": [*others, dict(engine)]})
+            insert(database, "runs", run)
+            self._age(database, run | {"engines": json.dumps([{"name": str(engine["name"])}])})
+        self._run_part(run, "start")
 
     def finish_run(self, run_id: str, result: Mapping[str, Any]) -> None:
         """Completes the run's row with `result` (columns of RUNS); `finished` and `duration_s` are filled in where not given."""
@@ -409,6 +425,12 @@ def engine_names(run: Mapping[str, Any]) -> list[str]:
     if not isinstance(engines, list):
         return []
     return [str(e["name"]) if isinstance(e, dict) else str(e) for e in engines if not isinstance(e, dict) or "name" in e]
+
+
+def _is_same_engine(entry: Any, engine: Mapping[str, Any]) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    return entry.get("name") == engine["name"] or (entry.get("name") is None and entry.get("spec") == engine.get("spec"))
 
 
 def insert(database: sqlite3.Connection, table: str, row: Mapping[str, Any]) -> None:

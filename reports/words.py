@@ -66,6 +66,9 @@ def sentence(finding: dict[str, Any]) -> str:
     op = f" (op {finding['op']})" if finding["op"] and finding["op"] != name else ""
     index = f"[{', '.join(map(str, finding['index']))}]" if finding["index"] else ""
     message = clip(finding["message"].strip())
+    over = f" ({numbers.times(finding['share'])})" if math.isfinite(finding["share"]) and finding["share"] > 0 else ""
+    if "should be" in message:  # the judge's own sentence has the numbers already
+        return f"{message.rstrip('.')}{over}." if over not in message else message
     if finding["verdict"] in ("CRASHED", "HUNG", "FLAKY", "MALFORMED") or not has_numbers(finding):
         what = {
             "CRASHED": "the engine's process ended",
@@ -78,7 +81,6 @@ def sentence(finding: dict[str, Any]) -> str:
     else:
         found, expected = numbers.pair(finding["found"], finding["expected"])
         within = f" within {numbers.value(finding['bound'], 3)}" if finding["bound"] > 0 else ""
-        over = f" ({numbers.times(finding['share'])})" if math.isfinite(finding["share"]) and finding["share"] > 0 else ""
         start = f"{place}{name}{index}{op} is {found}, but should be {expected}{within}{over}"
     start = start if start.startswith(name) else start[:1].upper() + start[1:]
     return f"{start}. {message}" if message and message not in start else f"{start}."

@@ -62,7 +62,7 @@ def test_a_share_keeps_its_side_of_1_and_of_0(share: float) -> None:
     if math.isinf(share):
         assert text == "∞"
         return
-    shown = float(text)
+    shown = float(text.replace(",", ""))
     assert (shown > 1, shown < 1, shown == 0) == (share > 1, share < 1, share == 0)
 
 

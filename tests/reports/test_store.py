@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -398,3 +399,16 @@ def test_the_ledger_is_read_and_its_mistakes_are_named(store: Store) -> None:
     path.write_text("[F-00000001\n")
     with pytest.raises(StoreError, match="broken TOML"):
         store.ledger()
+
+
+def test_an_engine_is_named_once_it_is_loaded(store: Store) -> None:
+    first = new_run(store, started=1.0, engines=[{"spec": "./e.so"}])
+    store.add_engine(first, {"spec": "./e.so", "name": "native", "version": "1"})
+    assert store.report_finding(finding(first))[1] == "new"
+    second = new_run(store, started=2.0, engines=[{"spec": "./e.so"}, {"spec": "./other.so"}])
+    assert store.findings()[0]["status"] == "new"  # not known to be the same engine yet
+    for version in ("1", "2"):  # two shards of the run
+        store.add_engine(second, {"spec": "./e.so", "name": "native", "version": version})
+    assert store.findings()[0]["status"] == "known"
+    assert json.loads(store.runs()[1]["engines"]) == [{"spec": "./other.so"}, {"spec": "./e.so", "name": "native", "version": "2"}]
+    assert store.table("runs")["engines"].iloc[1] == store.runs()[1]["engines"]
