@@ -330,10 +330,13 @@ def test_a_folder_that_cannot_be_written_is_read_with_its_newest_commits(store: 
         assert len(reader.findings()) == 1
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser writes anywhere")
-def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(StoreError, match="not writable"):
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_read_only_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StoreError, match="not writable, but expected a writable folder"):
         Store.create_or_open(tmp_path / "store")
 
 
