@@ -102,23 +102,17 @@ def near_judgement(
 ) -> Judgement:
     """The judgement of one element; `shown` is its index in words, where that is another one (rows of a batch instead of all rows)."""
     ball = near.ball
-    value = float(found[index])
-    expected = float(ball.mid[index])
-    bound = 0.0 if ball.rad is None else float(np.broadcast_to(ball.rad, ball.mid.shape)[index])
-    fields = dict(
-        place,
-        rule=near.rule,
-        index=index if shown is None else shown,
-        found=value,
-        expected=expected,
-        bound=bound,
-        share=share,
-        checked=checked,
-    )
-    fields.setdefault("token", index[0] if index else -1)
+    value, expected = float(found[index]), float(ball.mid[index])
+    bound = 0.0 if ball.rad is None else float(ball.rad[index])
+    at = index if shown is None else shown
     if share <= 1:
-        exact = share == 0 and not bound
-        return Judgement(verdict=Verdict.EXACT if exact else Verdict.WITHIN_BOUND, **fields)
+        verdict = Verdict.EXACT if share == 0 and not bound else Verdict.WITHIN_BOUND
+        place.setdefault("token", at[0] if at else -1)
+        return Judgement(
+            verdict, near.rule, index=at, found=value, expected=expected, bound=bound, share=share, checked=checked, **place
+        )  # fmt: skip
+    fields = dict(place, rule=near.rule, index=at, found=value, expected=expected, bound=bound, share=share, checked=checked)
+    fields.setdefault("token", at[0] if at else -1)
     if ball.overflow is not None and bool(np.broadcast_to(ball.overflow, ball.mid.shape)[index]):
         message = f"{name_element(fields)} is {number(value)}; float32 may overflow here in some order of evaluation, so nothing is proven"
         return Judgement(verdict=Verdict.UNVERIFIED, message=message, **fields)

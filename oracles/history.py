@@ -62,6 +62,10 @@ class History:
     def __len__(self) -> int:
         return len(self.token)
 
+    def rung_of(self, row: int) -> str:
+        """The rung of a global row."""
+        return next(rung for rung, rows in self.rungs.items() if row in rows)
+
     def span_of(self, row: int) -> Span:
         """The span of a global row."""
         batch = self.batches[int(self.batch[row])]

@@ -6,6 +6,7 @@ none, balls compose over the region. The first alarm in the order (step, data or
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,22 +18,22 @@ from oracles import diagnosis
 from oracles.ball import Arithmetic, Ball, Wide, arithmetic, concatenate
 from oracles.compare import Equal, Near, judge_equal, near_judgement, shares
 from oracles.generation import Explain, judge_generate
-from oracles.history import History, replay
+from oracles.history import Batch, History, replay
 from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.ops import argmax, route
+from oracles.stacks import OVER_KEYS, Stack, Stacks
 from oracles.tokens import judge_tokens
 from oracles.walk import Ids, JudgeModel, inputs_of, walk
 from spec.engine import Profile
 from spec.model import GoldenModel
 from spec.script import Answer, CacheRows, Commit, Evict, Failure, Fork, Forward, Generate, Script, Step, Trace
-from spec.taps import ATTENTION, DENSE, EMBED, HEAD, RESIDUAL, SPARSE, Tap, all_tap_names, taps_of_layer
+from spec.taps import ATTENTION, DENSE, EMBED, HEAD, RESIDUAL, SPARSE, all_tap_names
 
 LARGE = 2.0**-4
 """A radius above this share of its row's root mean square proves nothing: a row over 16 keys that loses one key moves by as much."""
 TIGHT = 2.0**-10
 """A composed radius up to this share of its row still carries a proof for TIE: the smallest share that bf16 would already exceed."""
 
-UNKEYED = ("scores", "probs")  # taps whose last axis is keys: stacked by global key
 OF_EXPERTS = frozenset({"expert_weights", "expert_gate", "expert_up", "expert_act", "expert_out", "ffn_out"})
 RULES: Mapping[str, str] = {"embed": "M1", "attn_residual": "N4", "ffn_residual": "N4"}
 OP_OF_TAP: Mapping[str, str] = {tap.name: tap.op for group in (EMBED, ATTENTION, DENSE, SPARSE, RESIDUAL, HEAD) for tap in group}
@@ -144,14 +145,6 @@ def replay_golden(model: GoldenModel, steps: list[Step]) -> NDArray[np.float32]:
 
 
 @dataclass(eq=False)
-class Stack:
-    """One tap over all rows (or all rows with logits). `present` is None where every batch gave it."""
-
-    values: NDArray[Any]
-    present: NDArray[np.bool_] | None
-
-
-@dataclass(eq=False)
 class Walked:
     """One pass over all rows: the judgements, and which rows carry a proof. A `Taps` of `oracles.walk`."""
 
@@ -168,7 +161,6 @@ class Walked:
         self.logits: NDArray[np.float32] = np.zeros((0, self.model.config.vocab), np.float32)
         self.residuals: dict[tuple[str, int], Wide] = {}
         self.ids: dict[int, Ids] = {}
-        self._stacks: dict[tuple[str, int], Stack | None] = {}
         self._undecided: dict[int, NDArray[np.bool_]] = {}
         self._seen: dict[str, Ball] = {}  # exact inputs of the current layer, for diagnosis
         self.cache: list[tuple[Ball, Ball]] = []
@@ -178,6 +170,7 @@ class Walked:
         if not rows:
             return
         self.answers = [self.trace.answers[batch.step] for batch in self.history.batches]
+        self._stack = Stacks(self.model.config, self.history, self.answers, self._malformed)
         self.tapped = any(answer.taps for answer in self.answers)
         if self.tapped:
             h = self.history
@@ -194,8 +187,7 @@ class Walked:
 
     # ---- what the walk asks ---------------------------------------------------------------------------------
     def has(self, name: str, layer: int) -> bool:
-        stack = self._stack(name, layer)
-        return stack is not None and stack.present is None
+        return self._stack.given(name, layer)
 
     def meet(self, name: str, layer: int, predicted: Ball) -> Ball:
         if name in OF_EXPERTS and layer in self._undecided and predicted.rad is not None:
@@ -237,65 +229,9 @@ class Walked:
         return self.ids[layer]
 
     # ---- taps -------------------------------------------------------------------------------------------------
-    def _stack(self, name: str, layer: int) -> Stack | None:
-        key = (name, layer)
-        if key not in self._stacks:
-            self._stacks[key] = self._build(name, layer)
-        return self._stacks[key]
-
-    def _build(self, name: str, layer: int) -> Stack | None:
-        """The tap of every batch, joined; taps over keys by global key, zero elsewhere."""
-        history, config = self.history, self.model.config
-        tap = next(t for t in taps_of_layer(config, layer) if t.name == name)
-        parts: list[NDArray[Any] | None] = []
-        for batch, answer in zip(history.batches, self.answers, strict=True):
-            found = answer.taps.get((name, layer))
-            count = len(batch.wanted) if layer == config.layers and name != "final_norm" else batch.count
-            shape = (count, *(batch.columns if word == "S" else self._extent(word) for word in tap.dims[1:]))
-            if found is not None and (problem := _unlike(found, shape, tap)):
-                more = name in UNKEYED and found.ndim == 3 and found.shape[2] > shape[2]
-                text = f"{name}, layer {layer}, of step {batch.step}: {problem}"
-                if more:
-                    text += f"; a row has at most {batch.columns} keys: committed and pending ones (K2)"
-                rung = rung_of_step(history, batch.start)
-                self._add(Judgement(Verdict.MALFORMED, "K2" if more else "C4", tap.op, name, rung, layer, batch.step, message=text))
-                self.proven[batch.start : batch.start + batch.count] = False
-                found = None
-            if found is None and name == "logits" and count:
-                found = answer.logits
-            parts.append(found if found is not None else np.zeros((0, *shape[1:]), tap.dtype) if not count else None)
-        if all(part is None or not len(part) for part in parts):
-            return None
-        present = None
-        if any(part is None for part in parts):
-            given = np.array([part is not None for part in parts])
-            present = np.repeat(given, [batch.count for batch in history.batches])
-        if name in UNKEYED:
-            values = np.zeros((len(history), config.heads, len(history)), np.float32)
-            for batch, part in zip(history.batches, parts, strict=True):
-                if part is not None:
-                    for span in batch.spans:
-                        at = np.ix_(batch.start + span.rows, np.arange(config.heads), span.keys)
-                        values[at] = part[span.rows, :, : len(span.keys)]
-            return Stack(values, present)
-        if present is not None and not (layer == config.layers and name != "final_norm"):
-            filled = [
-                np.zeros((b.count, *(self._extent(word) for word in tap.dims[1:])), tap.dtype) if part is None else part
-                for b, part in zip(history.batches, parts, strict=True)
-            ]
-            return Stack(np.concatenate(filled), present)
-        if present is not None:
-            return None
-        return Stack(np.concatenate([part for part in parts if part is not None]), None)
-
-    def _extent(self, word: str) -> int:
-        total = 0
-        for part in word.split("+"):
-            product = 1
-            for factor in part.split("*"):
-                product *= int(getattr(self.model.config, factor))
-            total += product
-        return total
+    def _malformed(self, judgement: Judgement, batch: Batch) -> None:
+        self._add(judgement)
+        self.proven[batch.start : batch.start + batch.count] = False
 
     def _answered_logits(self) -> NDArray[np.float32]:
         parts = [answer.logits for answer in self.answers if answer.logits is not None and len(answer.logits)]
@@ -322,32 +258,30 @@ class Walked:
         """One judgement per rung: of the first failing step if there is one, else of the worst row."""
         history = self.history
         of_wanted = name == "logits"
-        worst = share.reshape(len(share), -1).max(1, initial=0.0)
+        flat = share.reshape(len(share), -1)
+        worst = flat.max(1, initial=0.0)
         blunt = self._blunt(name, layer, near)
         failing = worst > 1
-        rows = history.wanted if of_wanted else None
         if failing.any():
             self.proven[history.wanted[failing] if of_wanted else failing] = False
         op = OP_OF_TAP[name] if name != "ffn_out" or not self.model.config.is_dense(layer) else "matmul"
         for rung, at in self._rungs_of_wanted if of_wanted else self._rungs_of_rows:
-            group = at
+            rows = at
             if failing[at].any():
-                bad = at[failing[at]]
-                steps = history.step[bad if rows is None else rows[bad]]
-                group = bad[steps == steps[0]]
-            row = int(group[worst[group].argmax()])
-            index = (row, *(int(i) for i in np.unravel_index(int(share[row].argmax()), share.shape[1:]))) if share[row].size else (row,)
-            own = row if rows is None else int(rows[row])
-            shown = self._shown(name, index, own)
-            top = float(worst[row])
+                rows = at[failing[at]]
+                steps = history.step[history.wanted[rows] if of_wanted else rows]
+                rows = rows[steps == steps[0]]
+            row = int(rows[worst[rows].argmax()])
+            own = int(history.wanted[row]) if of_wanted else row
+            index = (row, *_unravel(int(flat[row].argmax()), share.shape[1:]))
             judgement = near_judgement(
-                stack.values, near, index, top, int(share[at].size), shown=shown, op=op, tap=name, rung=rung, layer=layer,
-                step=int(history.step[own]), token=int(history.row[own]),
+                stack.values, near, index, float(worst[row]), len(at) * flat.shape[1], shown=self._shown(name, index, own), op=op, tap=name,
+                rung=rung, layer=layer, step=int(history.step[own]), token=int(history.row[own]),
             )  # fmt: skip
-            if blunt is not None and blunt[at].any() and judgement.verdict not in FINDINGS:
-                judgement = self._unverified(judgement, name, layer, int(blunt[at].sum()), len(at))
-            elif judgement.verdict in FINDINGS:
+            if judgement.verdict in FINDINGS:
                 judgement = diagnosis.refine(judgement, self, name, layer, near, stack.values, failing, own, index)
+            elif blunt is not None and blunt[at].any():
+                judgement = self._unverified(judgement, name, layer, int(blunt[at].sum()), len(at))
             self._add(judgement)
 
     def _blunt(self, name: str, layer: int, near: Near) -> NDArray[np.bool_] | None:
@@ -370,9 +304,8 @@ class Walked:
 
     def _unverified(self, judgement: Judgement, name: str, layer: int, count: int, rows: int) -> Judgement:
         region = self._region(name, layer)
-        fields = {f: getattr(judgement, f) for f in ("rule", "op", "tap", "rung", "layer", "step", "token", "index", "found", "expected", "bound", "share", "checked")}  # fmt: skip
         text = f"{name}, layer {layer}: without the taps {region} the bound is a large share of the row in {count} of {rows} rows; nothing is proven"
-        return Judgement(Verdict.UNVERIFIED, message=text, **fields)
+        return dataclasses.replace(judgement, verdict=Verdict.UNVERIFIED, message=text)
 
     def _region(self, name: str, layer: int) -> str:
         """Names of the taps between here and the last ones that were given, at most six."""
@@ -390,7 +323,7 @@ class Walked:
         history = self.history
         if name == "logits":
             return (index[0] - history.batches[int(history.batch[own])].wanted_start, *index[1:])
-        if name in UNKEYED:
+        if name in OVER_KEYS:
             return (int(history.row[own]), index[1], history.column_of(own, index[2]))
         return (int(history.row[own]), *index[1:])
 
@@ -409,7 +342,7 @@ class Walked:
                     text = f"probs[{', '.join(map(str, index))}], layer {layer}, is {value:.6g}, but must be exactly 0: no key stands there (C3)"
                     verdict = Verdict.DEFECT if np.isfinite(value) else Verdict.NONFINITE
                     self.proven[batch.start + span.rows] = False
-                    rung = rung_of_step(self.history, batch.start)
+                    rung = self.history.rung_of(batch.start)
                     self._add(
                         Judgement(
                             verdict, "C3", "softmax", "probs", rung, layer, batch.step, index[0], index, value, share=np.inf, message=text
@@ -473,7 +406,7 @@ class Walked:
                 row, token = (int(i) for i in np.argwhere(given != tapped)[0])
                 own = int(self.history.wanted[row])
                 text = f"logits[{row}, {token}] of the answer is {self.logits[row, token]:.9g}, but the tap says {stack.values[row, token]:.9g} (N4)"
-                rung = rung_of_step(self.history, own)
+                rung = self.history.rung_of(own)
                 self._add(
                     Judgement(
                         Verdict.DEFECT, "N4", "matmul", "logits", rung, last, int(self.history.step[own]), int(self.history.row[own]),
@@ -549,12 +482,10 @@ class Walked:
         self.judgements.append(judgement)
 
 
-def rung_of_step(history: History, row: int) -> str:
-    """The rung of a global row."""
-    return next(rung for rung, rows in history.rungs.items() if row in rows)
-
-
-def _unlike(found: NDArray[Any], shape: tuple[int, ...], tap: Tap) -> str:
-    if found.shape != shape or found.dtype != np.dtype(tap.dtype):
-        return f"{found.dtype} {list(found.shape)}, but must be {tap.dtype} {list(shape)}"
-    return ""
+def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """np.unravel_index for one small index, without its overhead."""
+    index: list[int] = []
+    for extent in reversed(shape):
+        flat, rest = divmod(flat, extent)
+        index.append(rest)
+    return tuple(reversed(index))
