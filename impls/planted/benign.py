@@ -255,6 +255,11 @@ def _merged_from_the_end(site: Site, states: list[State]) -> list[State]:
     return out
 
 
+@variant("merge-reversed", "key_parts")
+def _parts_to_merge(site: Site, prefix_len: int, key_count: int) -> list[tuple[int, int]]:
+    return _many_parts(site, prefix_len, key_count)
+
+
 @variant("N04", "exponential", summary="exp2 with log2(e) folded in")
 def _exp2(site: Site, x: Float) -> Float:
     out: Float = np.exp2(x * np.float32(math.log2(math.e)))

@@ -121,7 +121,7 @@ def test_plant_differs_from_the_honest_engine_on_its_trigger(name: str) -> None:
 
 def test_no_two_plants_are_the_same() -> None:
     """Two that answer one trigger alike (on a star, a causal mask shows siblings only) differ elsewhere."""
-    elsewhere = ("session", "mask of 40", "tree of ties", "route ties", "rows of five")
+    elsewhere = ("session", "mask of 40", "tree of ties", "route ties", "rows of five", "accept one", "accept none", "generate")
     for probe, names in TRIGGERS.items():
         found = {name: answers(name, probe) for name in names.split()}
         for first, second in itertools.combinations(found, 2):
