@@ -84,8 +84,10 @@ def _value(argument: Any) -> Any:
         return ctypes.c_void_p(None)
     if isinstance(argument, np.ndarray):
         return ctypes.c_void_p(argument.ctypes.data)
+    if isinstance(argument, np.int64):
+        return ctypes.c_int64(int(argument))
     if isinstance(argument, np.generic):
-        return np.ctypeslib.as_ctypes_type(argument.dtype)(argument.item())
+        raise TypeError(f"an argument is {argument.dtype}, but only int64 scalars have a width of their own")
     return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int32(argument)
 
 

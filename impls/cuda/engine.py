@@ -1,9 +1,9 @@
 """The CUDA engine behind the seam: `run_op` for every operation of spec/ops, on CuPy or on the emulator.
 
-    cuda             CuPy on the first CUDA device
-    cuda:plain       the same with the first version of every kernel
-    cuda:bf16        tree attention on bfloat16 operands
-    cuda:emulated    the same device code on the CPU (impls/cuda/emulate.py)
+cuda             CuPy on the first CUDA device
+cuda:plain       the same with the first version of every kernel
+cuda:bf16        tree attention on bfloat16 operands
+cuda:emulated    the same device code on the CPU (impls/cuda/emulate.py)
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ Outputs = dict[str, Array]
 # expf, exp2f: 2 ulp; logf: 1 ulp; rsqrtf: 2 ulp; division rounds to nearest (no fast-math option is given). CUDA C++ Programming Guide,
 # "Mathematical Functions". A sigmoid is e / (1 + e): its exponential keeps subnormals, a product of subnormals may not.
 PROFILE = Profile(
-    "cuda-float32", exp_ulp=2.0, log_ulp=1.0, rsqrt_ulp=2.0, online_softmax=True, exp2_folding=True, flush_to_zero=True, batch_invariant=False
+    "cuda-float32",
+    exp_ulp=2.0,
+    log_ulp=1.0,
+    rsqrt_ulp=2.0,
+    online_softmax=True,
+    exp2_folding=True,
+    flush_to_zero=True,
+    batch_invariant=False,
 )
 # tree attention on bfloat16 operands and weights; sums in float32, on tensor cores without IEEE rounding of each addition
 PROFILE_BF16 = replace(PROFILE, name="cuda-bf16", u_input=2.0**-8, u_accumulate=2.0**-22)

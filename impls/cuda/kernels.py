@@ -162,7 +162,9 @@ class Kernels:
         rank = latent.shape[1]
         out = self.device.empty((rows, heads, rank), np.float32)
         if out.size:
-            self.device.launch("o_latent_f32", (rows * heads,), 128, (probs, keys, latent, None, 1, _step(latent, 0), out, rank, keys, rank))
+            self.device.launch(
+                "o_latent_f32", (rows * heads,), 128, (probs, keys, latent, None, 1, _step(latent, 0), out, rank, keys, rank)
+            )
         return out
 
     def pack_mask(self, visible: Array) -> tuple[Array, Array]:
@@ -253,11 +255,13 @@ class Kernels:
     def experts(self, x: Array, ids: Array, gate: Array, up: Array, down: Array) -> dict[str, Array]:
         """gate, up, act [T, K, F] and out [T, K, N] of the chosen experts ids [T, K]."""
         rows, chosen = ids.shape
-        experts, hidden, width = gate.shape
+        experts = len(gate)
         pairs = rows * chosen
         starts, order = self.device.empty((experts + 1,), np.int32), self.device.empty((pairs,), np.int32)
         if pairs:
-            self.device.launch("moe_group", (1,), min(1024, _round_up(experts, 32)), (ids, starts, order, pairs, experts), 4 * (experts + 1))
+            self.device.launch(
+                "moe_group", (1,), min(1024, _round_up(experts, 32)), (ids, starts, order, pairs, experts), 4 * (experts + 1)
+            )
 
         def grouped(a: Array, divisor: int, w: Array) -> Array:
             inner, cols = w.shape[1:]
@@ -346,7 +350,9 @@ class Kernels:
         rows = len(tokens)
         path, length, bonus = (self.device.empty((n,), np.int32) for n in (rows, 1, 1))
         threads = min(1024, _round_up(rows, 32))
-        self.device.launch("accept_greedy", (1,), threads, (tokens, parents, target, count, rows, int(check), path, length, bonus, status), 4 * rows)
+        self.device.launch(
+            "accept_greedy", (1,), threads, (tokens, parents, target, count, rows, int(check), path, length, bonus, status), 4 * rows
+        )
         return path, length, bonus
 
     def compact_copy(self, cache: Array, path: Array, prefix_len: int) -> Array:

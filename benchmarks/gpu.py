@@ -1,0 +1,107 @@
+"""python -m benchmarks.gpu [--sections trials,timing,...] [--trials N]: everything that is claimed about a GPU, in one call, as one JSON.
+
+Sections: `trials` (judged operations in parallel), `suite` (the named checks of tests/impls/test_cuda_suite.py), `timing` (kernels beside
+their floors), `peers` (torch on the same data). The report goes to $OUT/gpu.json, or to benchmarks/results/cuda-<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import gpu_peers, gpu_timing, gpu_trials
+
+ROOT = Path(__file__).resolve().parents[1]
+SECTIONS = ("trials", "suite", "timing", "peers")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated")
+    parser.add_argument("--trials", type=int, default=50_000)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--commit", default="", help="what to write as the commit where there is no git history")
+    chosen = parser.parse_args(arguments)
+    run: dict[str, Callable[[], Any]] = {
+        "trials": lambda: trials(chosen.trials, chosen.processes),
+        "suite": suite,
+        "timing": lambda: gpu_timing.all_timings(log),
+        "peers": lambda: gpu_peers.all_peers(log),
+    }
+    report: dict[str, Any] = {"command": f"python -m benchmarks.gpu --sections {chosen.sections} --trials {chosen.trials}"}
+    report["commit"] = chosen.commit or _commit()
+    report["machine"] = machine()
+    target = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
+    target.mkdir(parents=True, exist_ok=True)
+    name = "gpu.json" if os.environ.get("OUT") else f"cuda-{re.sub('[^a-z0-9]+', '-', report['machine']['device'].lower())}.json"
+    for section in chosen.sections.split(","):
+        began = time.perf_counter()
+        log(f"== {section}")
+        try:
+            report[section] = run[section]()
+        except Exception as problem:  # one section that breaks must not lose the others
+            report[section] = {"failure": f"{type(problem).__name__}: {problem}"[:2000]}
+            log(report[section]["failure"])
+        log(f"== {section}: {time.perf_counter() - began:.0f} s")
+        (target / name).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def trials(count: int, processes: int) -> dict[str, Any]:
+    """Most of them on the fast forms, the others on the plain ones and on bfloat16 attention."""
+    found = {
+        "cuda": gpu_trials.parallel(None, count, processes),
+        "cuda:plain": gpu_trials.parallel("plain", count // 10, processes, seed=1),
+        "cuda:bf16": gpu_trials.parallel("bf16", count // 50, processes, ("tree_attention",), seed=2),
+    }
+    for name, result in found.items():
+        log(f"{name}: {result['trials']} trials, {result['findings']} findings, {result['seconds']} s")
+        for finding in result["first_findings"][:8]:
+            log(f"    {finding}")
+    return found
+
+
+def suite() -> dict[str, Any]:
+    answer = subprocess.run(
+        ["python3", "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/impls", "-k", "cuda", "--tb=short"],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    tail = answer.stdout.strip().splitlines()[-30:]
+    for line in tail:
+        log(line)
+    return {"status": answer.returncode, "tail": tail}
+
+
+def machine() -> dict[str, Any]:
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(0)
+    return {
+        "device": properties["name"].decode(),
+        "multiprocessors": properties["multiProcessorCount"],
+        "capability": f"{properties['major']}.{properties['minor']}",
+        "driver": cupy.cuda.runtime.driverGetVersion(),
+        "runtime": cupy.cuda.runtime.runtimeGetVersion(),
+        "cupy": cupy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def log(text: str) -> None:
+    print(text, flush=True)
+
+
+def _commit() -> str:
+    answer = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT)
+    return answer.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()
