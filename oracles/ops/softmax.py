@@ -17,7 +17,7 @@ from oracles.ops.record import Arrays, Params
 VANISHED = 110.0  # e^-110 is far below the smallest subnormal 2^-149 = e^-103.3: such a weight is 0 or lost underflow
 GAP_MAX = 1e39  # larger than any difference of two float32; a visible score of -inf counts as this far away
 CAP = 700.0  # e^700 is finite in float64 and larger than anything of float32
-PAIRWISE_MAX = 96  # keys up to which all pairs are compared at once
+PAIRWISE_MAX = 192  # keys up to which all pairs are compared at once
 
 
 def expect(inputs: Arrays, params: Params, outputs: Arrays, a: Arithmetic) -> dict[str, Expected]:
@@ -113,32 +113,27 @@ def weight_error(s: Wide, top: Wide, gap: Wide, a: Arithmetic, rescalings: Any) 
 def longest_chain(seen: Wide) -> Wide:
     """[..., 1]: the longest strict running-max chain over any contiguous start, in both directions of the key order.
 
-    Only such a step rescales inexactly in an online or split softmax (e^0 = 1). Hidden keys are -inf and in no chain. The chain from
-    key i goes to the next larger key, so that lengths follow from pointers to it; doubling the pointers takes log S steps.
+    Only such a step rescales inexactly in an online or split softmax (e^0 = 1). Hidden keys are -inf. Key j raises the running maximum of
+    a scan that starts at i exactly if the last key before j that is at least as large lies before i, so that j is in the chains of an
+    interval of starts; the longest chain is where most intervals overlap.
     """
     keys = seen.shape[-1]
-    if keys < 2:
-        return np.ones((*seen.shape[:-1], 1))
-    rows = seen.reshape(-1, keys)
-    both = np.concatenate([rows, rows[:, ::-1]])
-    follow = next_larger(both) if keys <= PAIRWISE_MAX else _next_larger_by_stack(both)
-    # key `keys` is the end of every chain and points to itself
-    follow = np.concatenate([follow, np.full((len(both), 1), keys)], 1)
-    follow += np.arange(len(both))[:, None] * (keys + 1)
-    flat = follow.ravel()
-    length = np.ones(follow.shape, np.int64)
-    length[:, -1] = 0
-    steps = length.ravel()
-    for _ in range(keys.bit_length()):
-        gained = steps[flat]
-        if not gained.any():
-            break
-        steps = steps + gained
-        flat = flat[flat]
-    longest = steps.reshape(len(both), keys + 1).max(1)
-    longest = np.maximum(longest[: len(rows)], longest[len(rows) :])
-    out: Wide = longest.reshape(*seen.shape[:-1], 1).astype(np.float64)
-    return out
+    rows = np.ascontiguousarray(seen.reshape(-1, keys))
+    at = np.arange(keys)
+    ends = _first_not_smaller(rows)  # scans from the right: starts j .. ends - 1
+    backward = (at + 1 - _counted(ends, keys)).max(1, initial=1)
+    begins = keys - _first_not_smaller(np.ascontiguousarray(rows[:, ::-1]))[:, ::-1]  # scans from the left: starts begins .. j
+    forward = (_counted(begins, keys) - at).max(1, initial=1)
+    longest: Wide = np.maximum(forward, backward).reshape(*seen.shape[:-1], 1).astype(np.float64)
+    return longest
+
+
+def _counted(values: NDArray[np.int64], keys: int) -> NDArray[np.int64]:
+    """[n, S] values in 0 .. S -> [n, S]: how many of a row are at most 0, 1, .., S - 1."""
+    rows = len(values)
+    flat = np.bincount((values + np.arange(rows)[:, None] * (keys + 1)).ravel(), minlength=rows * (keys + 1))
+    counted: NDArray[np.int64] = flat.reshape(rows, keys + 1)[:, :keys].cumsum(1)
+    return counted
 
 
 def order_is_certain(seen: Wide, radius: Wide) -> NDArray[np.bool_]:
@@ -152,24 +147,28 @@ def order_is_certain(seen: Wide, radius: Wide) -> NDArray[np.bool_]:
     return certain
 
 
-def next_larger(rows: Wide) -> NDArray[np.int64]:
-    """[n, S]: index of the first later element that is larger, S if there is none; all pairs at once."""
-    keys = rows.shape[1]
-    larger = rows[:, None, :] > rows[:, :, None]
-    larger &= np.tri(keys, keys, -1, dtype=np.bool_).T
-    first = larger.argmax(-1)
-    follow: NDArray[np.int64] = np.where(np.take_along_axis(larger, first[..., None], -1)[..., 0], first, keys)
-    return follow
+def _first_not_smaller(rows: Wide) -> NDArray[np.int64]:
+    """[n, S]: index of the first later element that is at least as large, S if there is none."""
+    count, keys = rows.shape
+    if keys > PAIRWISE_MAX:
+        return _first_not_smaller_by_stack(rows)
+    found = np.empty((count, keys, keys + 1), np.bool_)
+    pairs = found[:, :, :keys]
+    np.greater_equal(rows[:, None, :], rows[:, :, None], out=pairs)
+    pairs &= np.tri(keys, keys, -1, dtype=np.bool_).T
+    found[:, :, keys] = True
+    first: NDArray[np.int64] = found.argmax(-1)
+    return first
 
 
-def _next_larger_by_stack(rows: Wide) -> NDArray[np.int64]:
+def _first_not_smaller_by_stack(rows: Wide) -> NDArray[np.int64]:
     """The same in linear time per row."""
     keys = rows.shape[1]
     out = np.full(rows.shape, keys, np.int64)
     for row, values in enumerate(rows.tolist()):
         stack: list[int] = []
         for key, value in enumerate(values):
-            while stack and values[stack[-1]] < value:
+            while stack and values[stack[-1]] <= value:
                 out[row, stack.pop()] = key
             stack.append(key)
     return out

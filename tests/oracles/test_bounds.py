@@ -208,7 +208,7 @@ def chain_by_hand(row: list[float]) -> int:
     return best
 
 
-@pytest.mark.parametrize("keys", [1, 2, 5, 30, 97, 130])
+@pytest.mark.parametrize("keys", [1, 2, 5, 30, 97, 200])
 def test_the_longest_chain_is_that_of_the_definition(keys: int) -> None:
     rng = np.random.default_rng(keys)
     rows = np.rint(rng.standard_normal((6, keys)) * 4)
