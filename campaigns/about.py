@@ -13,13 +13,14 @@ SHM_MIN = 256 << 20  # requests and answers of all shards live in shared memory;
 
 def engine_facts(engine: str) -> dict[str, Any]:
     """What the engine says of itself, asked in a worker. Raises EngineLoadError."""
-    from campaigns.isolation import Deadline, Supervisor
+    from campaigns.isolation import Supervisor
+    from campaigns.trial import patience
 
-    with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+    with Supervisor(engine, deadline_s=patience()) as supervisor:
         d = supervisor.description
     return {
         "engine": engine, "name": d.name, "version": d.version, "profile": d.profile.name, "capabilities": sorted(d.capabilities), "ops": sorted(d.ops),
-        "taps": sorted(d.taps),
+        "taps": sorted(d.taps), "departures": [f"{departure.field} = {departure.value}: {departure.reason}" for departure in d.departures],
     }  # fmt: skip
 
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from campaigns.case import Case, OpCase, SessionCase, TreeCase
 from campaigns.fingerprint import Fingerprint
-from campaigns.isolation import Deadline, Supervisor
+from campaigns.isolation import Supervisor
 from campaigns.materialise import op_call, session_script
-from campaigns.trial import Bench, golden_model, judged_call, session_judge
+from campaigns.trial import Bench, golden_model, judged_call, patience, session_judge
 from oracles.judgement import FINDINGS, Judgement
 from spec.engine import Rows
 from spec.ops import OPS
@@ -83,7 +83,7 @@ def _of_call(bench: Bench, case: OpCase) -> tuple[Station, ...]:
 
 
 def _in_session(bench: Bench, case: SessionCase) -> Location | None:
-    script = session_script(case)
+    script = session_script(case, bench.worker.description.departures)
     trace = bench.worker.script(script)
     judgements = session_judge(script.config, script.weights).judge(script, trace)
     found = next((j for j in judgements if j.verdict in FINDINGS), None)
@@ -218,7 +218,7 @@ def first_bad(builds: list[str], case: Case, wanted: Fingerprint | None) -> str 
     from campaigns.replay import replayed  # which reads capsules, which hold what this file finds
 
     def fails(engine: str) -> bool:
-        with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+        with Supervisor(engine, deadline_s=patience()) as supervisor:
             return replayed(supervisor, case, wanted).reproduced > 0
 
     if not builds or not fails(builds[-1]):

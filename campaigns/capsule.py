@@ -128,7 +128,7 @@ def recorded(bench: Bench, case: Case, judgement: Judgement) -> tuple[Arrays, di
         made = bench.worker.tree(tree_job(case))[: judgement.step + 1]
         return arrays, _of_calls(arrays, [call for call, _ in made], [answer for _, answer in made], judgement)
     if isinstance(case, SessionCase):
-        script = session_script(case)
+        script = session_script(case, bench.worker.description.departures)
         trace = bench.worker.script(script)
         return arrays, _of_script(arrays, script, trace.answers, bench.worker.description, judgement)
     raise CaseError("a recorded case has its arrays already")

@@ -65,7 +65,7 @@ def _cells(case: Case) -> Iterator[Cell]:
 
 
 def _session_cells(case: SessionCase) -> Iterator[Cell]:
-    yield "preset", case.preset
+    yield "preset", "a checkpoint" if case.checkpoint else case.preset
     yield "weights", case.regime
     for name, _ in case.overrides:
         yield "coincidence broken", name

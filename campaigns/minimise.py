@@ -18,7 +18,7 @@ from campaigns.fingerprint import Fingerprint
 from campaigns.isolation import Deadline, Supervisor
 from campaigns.reduce import nodes_of, reduced
 from campaigns.shrink import shrunk
-from campaigns.trial import Bench, takes_views
+from campaigns.trial import Bench, patience, takes_views
 from oracles.judgement import Judgement
 from reports.store import Store
 
@@ -34,6 +34,11 @@ class Minimum:
     judgement: Judgement
     checks: int
     seconds: float
+
+
+def deadline_of(wanted: Fingerprint) -> Deadline:
+    """A hang costs its deadline at each check, so that it gets a short one."""
+    return Deadline(HANG_DEADLINE_S, first_s=HANG_DEADLINE_S) if wanted.verdict == "HUNG" else patience()
 
 
 def checker(supervisor: Supervisor, wanted: Fingerprint) -> Any:
@@ -59,22 +64,22 @@ def minimum(
     kind: str = "",
     size: str = "full",
     hazards: bool = True,
+    checkpoint: str = "",
     seconds: float = SECONDS,
 ) -> Minimum | None:
     """The smallest case found in about `seconds`; None where `case` does not fail (any more)."""
     began = time.monotonic()
-    deadline: float | Deadline = HANG_DEADLINE_S if wanted.verdict == "HUNG" else Deadline()
-    with Supervisor(engine, deadline_s=deadline) as supervisor:
+    with Supervisor(engine, deadline_s=deadline_of(wanted)) as supervisor:
         fails = checker(supervisor, wanted)
         if not fails(case):
             return None
         best, checks = case, 1
         if choices:
-            diet = diet_of(supervisor.description, hazards=hazards, views=takes_views(supervisor))
+            diet = diet_of(supervisor.description, hazards=hazards, views=takes_views(supervisor), checkpoint=checkpoint)
             strategy = batch_strategy(diet, kind, size)
             best, made = shrunk(best, strategy, [choices], fails, seconds / 3)
             checks += made
-        best, made = reduced(best, fails, seconds=max(1.0, seconds - (time.monotonic() - began)))
+        best, made = reduced(best, fails, guilty=wanted.guilty, seconds=max(1.0, seconds - (time.monotonic() - began)))
         checks += made
         supervisor.restart()
         found = fingerprint.first(wanted.engine, list(Bench(supervisor).outcome(best).judgements))
@@ -91,11 +96,11 @@ def minimised(job: Mapping[str, Any]) -> dict[str, Any]:
     case = from_json(job["case"])
     smallest = minimum(
         job["engine"], case, wanted, choices=bytes.fromhex(job.get("choices", "")), kind=job.get("kind", ""), size=job.get("size", "full"),
-        hazards=job.get("hazards", True), seconds=job.get("seconds", SECONDS),
+        hazards=job.get("hazards", True), checkpoint=job.get("checkpoint", ""), seconds=job.get("seconds", SECONDS),
     )  # fmt: skip
     if smallest is None:
         return {"finding_id": job["finding_id"], "fingerprint": list(wanted), "minimal": False, "note": "the case does not fail any more"}
-    with Supervisor(job["engine"], deadline_s=Deadline()) as supervisor, Store.create_or_open(job["store"]) as store:
+    with Supervisor(job["engine"], deadline_s=deadline_of(wanted)) as supervisor, Store.create_or_open(job["store"]) as store:
         bench = Bench(supervisor)
         changes = described(bench, smallest, wanted)
         note = str(changes.get("bisect", {}).get("note", ""))

@@ -6,17 +6,20 @@ accepted path exercises the cache as well as a golden one. Only the engine's own
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from campaigns import text
 from campaigns.case import CaseError, GenerateCase, Node, SessionCase
-from campaigns.weights import weights_for
+from campaigns.weights import checkpoint_at, weights_for
+from impls.checkpoint import CheckpointError
 from spec.config import Config, ConfigError, Yarn, preset
 from spec.drafters import ChainDrafter, DrafterError, NoisyTargetDrafter, RandomDrafter, TableDrafter
-from spec.engine import Drafter, Int, Limits, Rows
+from spec.engine import Departure, Drafter, Int, Limits, Rows, departed
 from spec.script import CacheRows, Commit, Evict, Fork, Forward, Generate, Script, Step, WeightsKey
 from spec.weights import philox
 
@@ -25,7 +28,12 @@ PLAN_HAZARDS = frozenset({"fork", "evict"})
 
 
 def config_of(case: SessionCase) -> Config:
-    """Raises CaseError when the overrides do not fit the preset."""
+    """Raises CaseError when the overrides do not fit the preset, or the checkpoint cannot be opened."""
+    if case.checkpoint:
+        try:
+            return checkpoint_at(case.checkpoint).config
+        except CheckpointError as problem:
+            raise CaseError(str(problem)) from None
     overrides = {name: Yarn(*value) if name == "yarn" and isinstance(value, tuple) else value for name, value in case.overrides}
     try:
         return preset(case.preset, **overrides)
@@ -33,8 +41,17 @@ def config_of(case: SessionCase) -> Config:
         raise CaseError(f"the configuration of the case cannot be built: {problem}") from None
 
 
+def weights_key(case: SessionCase) -> WeightsKey:
+    return WeightsKey(0, "ordinary", case.checkpoint) if case.checkpoint else WeightsKey(case.weights_seed, case.regime)
+
+
 def prompt_tokens(config: Config, length: int, seed: int) -> Int:
-    """int32 [length]; a longer prompt of the same seed starts with the shorter one."""
+    """int32 [length]; a longer prompt of the same seed starts with the shorter one, unless a text is too short for it.
+
+    Real text where the vocabulary holds the byte tokens, uniform tokens elsewhere.
+    """
+    if config.vocab >= text.VOCAB:
+        return text.prompt(max(1, length), seed)
     return philox("prompt", seed).integers(0, config.vocab, max(1, length)).astype(np.int32)
 
 
@@ -65,9 +82,15 @@ def hit_path(nodes: tuple[Node, ...], parents: Int) -> Int:
     return np.array(path, np.int32)
 
 
-def session_script(case: SessionCase) -> Script:
-    """Raises CaseError for a configuration that cannot be built, no prompt, or a tree with more siblings than the vocabulary has tokens."""
-    config = config_of(case)
+def session_script(case: SessionCase, departures: Sequence[Departure] = ()) -> Script:
+    """The script for an engine with these departures: it opens, and is judged against, the configuration that it really runs.
+
+    Raises CaseError for a configuration that cannot be built, no prompt, or a tree with more siblings than the vocabulary has tokens.
+    """
+    try:
+        config = departed(config_of(case), departures)
+    except ConfigError as problem:
+        raise CaseError(f"the engine's departures do not fit the configuration of the case: {problem}") from None
     if not case.prompts:
         raise CaseError("a session needs at least one prompt")
     planner = _Planner(config, case)
@@ -83,8 +106,7 @@ def session_script(case: SessionCase) -> Script:
             planner.steps.append(generate_step(config, case))
         except DrafterError as problem:
             raise CaseError(f"the drafter of the case cannot be built: {problem}") from None
-    key = WeightsKey(case.weights_seed, case.regime)
-    return Script(config, key, tuple(planner.steps), hazards=frozenset(case.hazards) - PLAN_HAZARDS)
+    return Script(config, weights_key(case), tuple(planner.steps), hazards=frozenset(case.hazards) - PLAN_HAZARDS)
 
 
 @dataclass
@@ -175,11 +197,7 @@ def generate_step(config: Config, case: SessionCase) -> Generate:
     assert generate is not None
     prompts = tuple(prompt_tokens(config, length, seed) for length, seed in case.prompts)
     stops: tuple[int, ...] = ()
-    golden = (
-        _golden_tokens(config, WeightsKey(case.weights_seed, case.regime), case.prompts, generate.max_new)
-        if _needs_golden(generate)
-        else ()
-    )
+    golden = _golden_tokens(config, weights_key(case), case.prompts, generate.max_new) if _needs_golden(generate) else ()
     if generate.stop_at >= 0 and golden and generate.stop_at < len(golden[0]):
         stops = (golden[0][generate.stop_at],)
     drafter = drafter_of(config, generate, prompts, golden)

@@ -18,6 +18,7 @@ Fails = Callable[[Case], bool]
 
 CHECKS_MAX = 150  # runs of a session; at 60 ms each that is 10 s
 CHECKS_MAX_SMALL = 600  # runs of an op or tree case, at 1 ms each
+ALONE_MAX = 4  # budgets tried for one operation alone: 4 * 2 * 16 checks at most
 SEEDS_PER_CANDIDATE = 16  # of CAMPAIGNS 1.5: 9 of 10 numeric failures reach their minimum
 
 
@@ -52,12 +53,17 @@ class Search:
         return False
 
 
-def reduced(case: Case, fails: Fails, *, checks_max: int | None = None, seconds: float = 60.0) -> tuple[Case, int]:
-    """The smallest case found that still fails, and the number of checks. `case` itself is taken to fail."""
+def reduced(case: Case, fails: Fails, *, guilty: str = "", checks_max: int | None = None, seconds: float = 60.0) -> tuple[Case, int]:
+    """The smallest case found that still fails, and the number of checks. `case` itself is taken to fail.
+
+    `guilty`: the operation that the fingerprint names; a tree case is then also tried as that operation alone.
+    """
     limit = checks_max if checks_max is not None else CHECKS_MAX if isinstance(case, SessionCase) else CHECKS_MAX_SMALL
     search = Search(fails, case, limit, time.monotonic() + seconds)
     try:
         _fixpoint(search, reroll=False)
+        if isinstance(search.best, TreeCase) and guilty:
+            any(search.take(candidate) for candidate in alone(search.best, guilty))
         _fixpoint(search, reroll=True)
     except Exhausted:
         pass
@@ -78,7 +84,7 @@ def _fixpoint(search: Search, *, reroll: bool) -> None:
 
 
 def nodes_of(case: Case) -> int:
-    """Tree nodes without roots: the size of an input in the reports. -1: the case holds no tree."""
+    """Tree nodes without roots: the size of an input in the reports. 0: the case holds no tree, or shows itself without one."""
     if isinstance(case, SessionCase):
         return sum(len(tree) for trees in case.rounds for tree in trees[: len(case.prompts)])
     if isinstance(case, TreeCase):
@@ -91,11 +97,11 @@ def nodes_of(case: Case) -> int:
             return int(params["budget"])
         if case.op == "compact":
             return dims["S"] - int(params["prefix_len"]) - 1
-    return -1
+    return 0
 
 
 def cost(case: Case) -> tuple[Any, ...]:
-    """Smaller is easier to read; tree nodes count first, seeds last."""
+    """Smaller is easier to read: tree nodes count first, seeds last, and one operation is less than a chain of them."""
     if isinstance(case, SessionCase):
         generate = case.generate
         loop = (
@@ -110,11 +116,11 @@ def cost(case: Case) -> tuple[Any, ...]:
             sum(seed for _, seed in case.prompts), 0 if generate is None else generate.seed,
         )  # fmt: skip
     if isinstance(case, TreeCase):
-        sizes = (case.budget, case.depth, case.vocab, case.prefix_len, case.cache_dim)
-        return (sum(sizes), len(case.hazards), case.minus_infinity, case.grid < 0, case.follow, case.seed)
+        sizes = (case.depth, case.vocab, case.prefix_len, case.cache_dim)
+        return (nodes_of(case), 1, sum(sizes), len(case.hazards), case.minus_infinity, case.grid < 0, case.follow, case.seed)
     if isinstance(case, OpCase):
         order = ("lattice", "ordinary", "ties", "cancel", "extreme").index(case.regime)
-        return (sum(v for _, v in case.dims), len(case.hazards), order, sum(abs(v) for _, v in case.params), case.seed)
+        return (nodes_of(case), 0, sum(v for _, v in case.dims), len(case.hazards), order, sum(abs(v) for _, v in case.params), case.seed)
     return ()
 
 
@@ -151,6 +157,8 @@ def _session_candidates(case: SessionCase) -> Iterator[SessionCase]:
         yield replace(case, rounds=case.rounds[:start] + case.rounds[stop:])
     if case.hazards:
         yield replace(case, hazards=())
+    if case.checkpoint:
+        yield replace(case, checkpoint="", preset="tiny", overrides=(), regime="ordinary")
     if case.preset != "tiny" or case.overrides or case.regime != "ordinary":
         yield replace(case, preset="tiny", overrides=(), regime="ordinary")
         yield replace(case, regime="ordinary")
@@ -248,6 +256,26 @@ def _smaller_loops(generate: GenerateCase) -> Iterator[GenerateCase]:
 
 
 # Trees and operations
+
+
+def alone(case: TreeCase, op: str) -> Iterator[OpCase]:
+    """One operation of the chain with inputs of its own, smallest budgets first: its ties are denser than those of real tables."""
+    for budget in range(1, min(case.budget, ALONE_MAX) + 1):
+        for regime in ("ties", "ordinary"):
+            for seed in range(SEEDS_PER_CANDIDATE):
+                if op == "best_first_tree":
+                    dims, params = {"K": 2, "L": 2}, {"budget": budget, "root": 0}
+                elif op == "draft_table":
+                    dims, params = {"L": 1, "V": 3}, {"budget": budget}
+                elif op == "tree_mask":
+                    dims, params = {"M": budget + 1}, {"prefix_len": case.prefix_len}
+                elif op == "accept":
+                    dims, params = {"M": budget + 1}, {}
+                elif op == "compact":
+                    dims, params = {"C": 1, "J": 1, "S": case.prefix_len + budget + 1}, {"prefix_len": case.prefix_len}
+                else:
+                    return
+                yield OpCase(op, _pairs(dims), _pairs(params), regime, seed, case.hazards)
 
 
 def _tree_candidates(case: TreeCase) -> Iterator[TreeCase]:

@@ -11,8 +11,8 @@ from campaigns import fingerprint
 from campaigns.capsule import CapsuleError, read
 from campaigns.case import Case, CaseError, from_json
 from campaigns.fingerprint import Fingerprint
-from campaigns.isolation import Deadline, Supervisor
-from campaigns.trial import Bench, Outcome
+from campaigns.isolation import Supervisor
+from campaigns.trial import Bench, Outcome, patience
 from oracles.judgement import FINDINGS
 from reports.store import DATABASE, Store, StoreError
 from reports.store import fingerprint as store_fingerprint
@@ -101,7 +101,7 @@ def fails_again(supervisor: Supervisor, case: Case, wanted: Fingerprint) -> bool
 def replayed_findings(job: Mapping[str, Any]) -> dict[str, Any]:
     """All findings of the job's engine in the store, replayed and recorded: those not fixed, and once more those fixed last."""
     replays: list[dict[str, Any]] = []
-    with Supervisor(job["engine"], deadline_s=Deadline()) as supervisor, Store.create_or_open(job["store"]) as store:
+    with Supervisor(job["engine"], deadline_s=patience()) as supervisor, Store.create_or_open(job["store"]) as store:
         for row in store.findings():
             if row["engine"] != supervisor.description.name:
                 continue

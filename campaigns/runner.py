@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Options:
     jobs: int | None = None
     seed: int = 0
     hazards: bool = True
+    checkpoint: str = ""
     minimise: bool = True
     minimise_seconds: float = MINIMISE_S
     stop_at_first: bool = False
@@ -129,11 +131,9 @@ def check(engines: Sequence[str], options: Options, progress: Progress = silent)
 
 
 def run_row(engines: Sequence[str], options: Options) -> dict[str, Any]:
-    import paritree
-
     return {
         "purpose": options.purpose, "engines": [{"spec": engine} for engine in engines], "command": options.command, "seed": str(options.seed),
-        "budget": options.budget or f"{options.trials} trials", "machine": machine(), "paritree": paritree.__version__, "commit": options.commit,
+        "budget": options.budget or f"{options.trials} trials", "machine": machine(), "paritree": _version(), "commit": options.commit,
         **({"campaign": options.campaign} if options.campaign else {}),
     }  # fmt: skip
 
@@ -149,7 +149,7 @@ def check_engine(engine: str, run_id: str, options: Options, progress: Progress 
             shards.send(number, {
                 "do": "discover", "engine": engine, "store": options.store, "run_id": run_id, "writer": f"{safe(engine)}-{number}",
                 "trials": quota + (number < rest), "seconds": options.seconds, "seed": options.seed * 1_000_003 + number, "hazards": options.hazards,
-                "stop_at_first": options.stop_at_first, "not_reproduced": options.not_reproduced,
+                "checkpoint": options.checkpoint, "stop_at_first": options.stop_at_first, "not_reproduced": options.not_reproduced,
             })  # fmt: skip
         waiting: list[dict[str, Any]] = []
         progress_of: dict[int, Mapping[str, Any]] = {}
@@ -194,7 +194,8 @@ def _minimise(
             return False
         event = queue.pop(0)
         shards.send(number, {
-            "do": "minimise", "engine": engine, "store": options.store, "run_id": run_id, "hazards": options.hazards, "seconds": options.minimise_seconds,
+            "do": "minimise", "engine": engine, "store": options.store, "run_id": run_id, "hazards": options.hazards, "checkpoint": options.checkpoint,
+            "seconds": options.minimise_seconds,
             **{key: event[key] for key in ("finding_id", "fingerprint", "case", "choices", "kind", "size")},
         })  # fmt: skip
         return True
@@ -303,6 +304,13 @@ class Shards:
 
 def safe(engine: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in os.path.basename(engine))
+
+
+def _version() -> str:
+    try:
+        return version("paritree")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def machine() -> str:

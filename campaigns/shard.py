@@ -23,9 +23,9 @@ from campaigns import coverage, fingerprint, minimise, replay
 from campaigns.case import Case, CaseError, OpCase, case_id, kind_of, to_json
 from campaigns.discover import Diet, Discovery, Fresh, diet_of
 from campaigns.fingerprint import Fingerprint
-from campaigns.isolation import Deadline, EngineLoadError, Supervisor
+from campaigns.isolation import EngineLoadError, Supervisor
 from campaigns.strategies import in_frozen_mix
-from campaigns.trial import Bench, Outcome, takes_views
+from campaigns.trial import Bench, Outcome, patience, takes_views
 from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict
 from reports.store import Store
 from reports.store import fingerprint as store_fingerprint
@@ -75,7 +75,7 @@ class Shard:
     def __init__(self, job: Mapping[str, Any], events: IO[str]) -> None:
         self.job, self.events = job, events
         self.engine: str = job["engine"]
-        self.supervisor = Supervisor(self.engine, deadline_s=Deadline())
+        self.supervisor = Supervisor(self.engine, deadline_s=patience())
         self.bench = Bench(self.supervisor)
         self.name = self.supervisor.description.name
         self.store = Store.create_or_open(job["store"])
@@ -113,7 +113,12 @@ class Shard:
     def discover(self) -> None:
         """Trials until the quota or the time is used up."""
         began = said = time.monotonic()
-        diet = diet_of(self.supervisor.description, hazards=self.job.get("hazards", True), views=takes_views(self.supervisor))
+        diet = diet_of(
+            self.supervisor.description,
+            hazards=self.job.get("hazards", True),
+            views=takes_views(self.supervisor),
+            checkpoint=self.job.get("checkpoint", ""),
+        )
         if self.job.get("writer", "").endswith("-0"):
             for region, value in sorted(coverage.declared()):
                 self.writer.add_coverage({"engine": self.name, "region": region, "value": value, "trials": 0})
@@ -246,7 +251,13 @@ class Shard:
 def engine_row(spec: str, description: Any) -> dict[str, Any]:
     offers = ", ".join(sorted(description.capabilities)) or "nothing"
     text = f"offers {offers}; {len(description.ops)} operations, {len(description.taps)} taps"
-    return {"spec": spec, "name": description.name, "version": description.version, "profile": description.profile.name, "description": text}
+    return {
+        "spec": spec,
+        "name": description.name,
+        "version": description.version,
+        "profile": description.profile.name,
+        "description": text,
+    }
 
 
 def judgement_row(engine: str, case: str, j: Judgement) -> dict[str, Any]:

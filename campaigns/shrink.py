@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Sequence
 
-from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis import HealthCheck, Phase, Verbosity, find, settings
 from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.errors import Flaky, NoSuchExample
@@ -62,6 +62,7 @@ def shrunk(
         suppress_health_check=list(HealthCheck),
         derandomize=False,
         max_examples=1000,
+        verbosity=Verbosity.quiet,
     )
     with contextlib.suppress(NoSuchExample, Flaky, DeadlinePassed):
         find(strategy, holds, settings=explicit, database_key=_KEY)

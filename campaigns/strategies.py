@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from campaigns.case import Case, GenerateCase, Node, OpCase, SessionCase, TreeCase
 from campaigns.operands import REGIMES
 from campaigns.weights import REGIMES as WEIGHT_REGIMES
+from campaigns.weights import checkpoint_at
 from spec.config import preset
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -242,18 +243,21 @@ def _generate(draw: Draw, size: str) -> GenerateCase:
     )
 
 
-Model = tuple[str, Bundle, int, str]
-"""(preset, overrides, weights seed, regime of the weights): what an engine opens once and then keeps open."""
+Model = tuple[str, Bundle, int, str, str]
+"""(preset, overrides, weights seed, regime of the weights, checkpoint): what an engine opens once and then keeps open."""
 
 
 @cache
 @st.composite
-def models(draw: Draw, size: str) -> Model:
+def models(draw: Draw, size: str, checkpoint: str = "") -> Model:
+    """`checkpoint`: a folder; one batch in four of the full size is drawn from it."""
     small = size == "small"
+    if checkpoint and not small and draw(_int(0, 3)) == 0:
+        return "tiny", (), 0, "ordinary", checkpoint
     name = draw(_pick(("tiny",) if small else ("tiny", "tiny", "tiny", "tiny-softmax", "small")))
     overrides = () if small and draw(st.booleans()) else draw(_overrides(name))
     regime = draw(_pick(("ordinary",) * 6 + tuple(WEIGHT_REGIMES)))
-    return name, overrides, draw(_int(0, WEIGHT_SEEDS - 1)), regime
+    return name, overrides, draw(_int(0, WEIGHT_SEEDS - 1)), regime, ""
 
 
 @st.composite
@@ -261,7 +265,7 @@ def sessions_of(draw: Draw, model: Model, size: str, loops: bool, hazards: tuple
     small = size == "small"
     count = draw(_pick((1, 2) if small else (1, 2, 2, 3)))
     length = _pick((1, 2, 3, 4) if small else (1, 2, 3, 5, 7, 8, 9, 13, 17))
-    name, overrides, seed, regime = model
+    name, overrides, seed, regime, checkpoint = model
     return SessionCase(
         preset=name,
         overrides=overrides,
@@ -273,6 +277,7 @@ def sessions_of(draw: Draw, model: Model, size: str, loops: bool, hazards: tuple
         mixed=draw(_pick((True, True, True, False))),
         generate=draw(_generate(size)) if loops and draw(_int(0, 3)) == 0 else None,
         hazards=draw(_hazards(hazards)),
+        checkpoint=checkpoint,
     )
 
 
@@ -287,7 +292,7 @@ def frozen_sessions(*, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZAR
 
 
 def session_batches(
-    size: str, most: int, *, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS
+    size: str, most: int, *, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS, checkpoint: str = ""
 ) -> st.SearchStrategy[list[SessionCase]]:
     """Sessions that share one model, so that weights are made and the engine is opened once for all of them. Full ones are in the frozen mix."""
 
@@ -295,7 +300,7 @@ def session_batches(
         one = sessions_of(model, size, loops, hazards)
         return st.lists(one.map(lengthened) if size == "full" else one, min_size=1, max_size=most)
 
-    return models(size).flatmap(of_model)
+    return models(size, checkpoint).flatmap(of_model)
 
 
 @cache
@@ -330,6 +335,8 @@ def rows_of(case: SessionCase) -> int:
 
 
 def layers_of(case: SessionCase) -> int:
+    if case.checkpoint:
+        return checkpoint_at(case.checkpoint).config.layers
     return int(dict(case.overrides).get("layers", preset(case.preset).layers))
 
 

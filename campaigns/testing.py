@@ -6,9 +6,9 @@ from types import TracebackType
 from typing import Self
 
 from campaigns.case import Case, from_json
-from campaigns.isolation import Deadline, EngineLoadError, Supervisor
+from campaigns.isolation import EngineLoadError, Supervisor
 from campaigns.recorded import Divergence
-from campaigns.trial import Bench, Outcome
+from campaigns.trial import Bench, Outcome, patience
 from oracles.judgement import FINDINGS, Verdict
 from spec.engine import Description
 
@@ -17,7 +17,7 @@ class EngineUnderTest:
     """One engine in a supervised worker; use as a context manager."""
 
     def __init__(self, engine: str) -> None:
-        self._supervisor = Supervisor(engine, deadline_s=Deadline())
+        self._supervisor = Supervisor(engine, deadline_s=patience())
 
     def __enter__(self) -> Self:
         return self
@@ -45,7 +45,7 @@ class EngineUnderTest:
 def check_loadable(engine: str) -> str:
     """Empty, or why the engine cannot be loaded."""
     try:
-        Supervisor(engine, deadline_s=Deadline()).close()
+        Supervisor(engine, deadline_s=patience()).close()
     except EngineLoadError as problem:
         return str(problem)
     return ""

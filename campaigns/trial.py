@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase, to_json
+from campaigns.isolation import Deadline
 from campaigns.isolation.chain import TreeJob
 from campaigns.materialise import op_call, session_script, tree_job, weights_for
 from oracles.judge import judge_op
@@ -31,6 +32,14 @@ VERDICT_OF_FAILURE = {
     "crashed": Verdict.CRASHED,
     "hung": Verdict.HUNG,
 }
+
+
+FIRST_STEP_S = 30.0  # of a kind, until one was seen: kernels that compile at first use; longer makes an early hang expensive
+
+
+def patience() -> Deadline:
+    """The deadline of a campaign's steps."""
+    return Deadline(first_s=FIRST_STEP_S)
 
 
 class Worker(Protocol):
@@ -124,7 +133,7 @@ class Bench:
         return out
 
     def _session(self, case: SessionCase) -> list[Judgement]:
-        script = session_script(case)
+        script = session_script(case, self.worker.description.departures)
         trace = self.worker.script(script)
         return session_judge(script.config, script.weights).judge(script, trace)
 

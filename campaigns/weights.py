@@ -11,9 +11,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from impls.checkpoint import Checkpoint
 from spec.config import Config
 from spec.script import WeightsKey
-from spec.weights import Array, philox, random_weights
+from spec.weights import Array, checked, philox, random_weights
 
 Change = Callable[[Config, int, dict[str, Array]], None]
 """(configuration, seed, weights) -> None; replaces entries of the dictionary."""
@@ -114,15 +115,22 @@ REGIMES: dict[str, Change] = {
 }
 
 
+@lru_cache(maxsize=4)
+def checkpoint_at(folder: str) -> Checkpoint:
+    """One open checkpoint per folder. Raises CheckpointError."""
+    return Checkpoint(folder)
+
+
 @lru_cache(maxsize=KEPT)
 def weights_for(config: Config, key: WeightsKey) -> dict[str, Array]:
-    """name -> read-only float32 tensor. Raises WeightsKeyError for an unknown regime, or for a checkpoint."""
+    """name -> read-only float32 tensor. Raises WeightsKeyError for an unknown regime; CheckpointError, WeightError for a bad checkpoint."""
     if key.checkpoint:
-        raise WeightsKeyError(f"{key.checkpoint}: a checkpoint is opened by the engine or by spec.checkpoint, not seeded")
-    if key.regime not in REGIMES:
-        raise WeightsKeyError(f"there is no weights regime {key.regime!r}: choose one of {', '.join(REGIMES)}")
-    weights = random_weights(config, key.seed)
-    REGIMES[key.regime](config, key.seed, weights)
+        weights = dict(checked(config, checkpoint_at(key.checkpoint).tensor))
+    else:
+        if key.regime not in REGIMES:
+            raise WeightsKeyError(f"there is no weights regime {key.regime!r}: choose one of {', '.join(REGIMES)}")
+        weights = random_weights(config, key.seed)
+        REGIMES[key.regime](config, key.seed, weights)
     for value in weights.values():
         value.setflags(write=False)
     return weights

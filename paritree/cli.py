@@ -64,7 +64,7 @@ def _code_of(problem: Exception) -> int:
     names = {cls.__name__ for cls in type(problem).__mro__}
     if names & {"EngineLoadError", "NotLoadable", "UnknownEngine", "UnknownPlant", "NoCompiler", "BuildError"}:
         return NOT_LOADABLE
-    if names & {"StoreError", "CapsuleError", "CaseError", "ConfigError", "UnknownRule", "Damaged", "WeightsKeyError"}:
+    if names & {"StoreError", "CapsuleError", "CaseError", "ConfigError", "UnknownRule", "Damaged", "WeightsKeyError", "CheckpointError", "WeightError"}:
         return USAGE
     return INTERNAL
 
@@ -122,6 +122,7 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
         sub.add_argument(
             "--no-hazards", dest="hazards", action="store_false", default=defaults.get("hazards", True), help="friendly memory layouts only"
         )
+        sub.add_argument("--checkpoint", default="", metavar="DIR", help="some sessions load this folder (config.json + safetensors)")
         sub.add_argument("--no-minimise", dest="minimise", action="store_false", help="report findings as they were met")
         sub.add_argument("--commit", default="", help="commit of the engine, for the report")
 
@@ -228,9 +229,21 @@ def _campaign_options(options: Options) -> Any:
     seconds, trials = budget_of(options.budget) if options.budget else (None, None)
     return runner.Options(
         store=options.store, trials=trials or (10**9 if seconds else int(getattr(options, "trials", runner.TRIALS))), seconds=seconds, jobs=options.jobs,
-        seed=options.seed, hazards=options.hazards, minimise=options.minimise, stop_at_first=getattr(options, "stop_at_first", False),
+        seed=options.seed, hazards=options.hazards, checkpoint=_checked_checkpoint(options.checkpoint), minimise=options.minimise, stop_at_first=getattr(options, "stop_at_first", False),
         command=options.command_line, budget=options.budget or "", commit=options.commit,
     )  # fmt: skip
+
+
+def _checked_checkpoint(folder: str) -> str:
+    """The absolute folder, every tensor read once, so that a fault is one message before anything runs."""
+    if not folder:
+        return ""
+    from campaigns.weights import checkpoint_at, weights_for
+    from spec.script import WeightsKey
+
+    absolute = str(Path(folder).resolve())
+    weights_for(checkpoint_at(absolute).config, WeightsKey(0, checkpoint=absolute))
+    return absolute
 
 
 def check(options: Options) -> int:
@@ -353,11 +366,12 @@ def _stored(options: Options) -> tuple[Any, str]:
 
 def replay(options: Options) -> int:
     from campaigns import replay as replay_module
-    from campaigns.isolation import Deadline, Supervisor
+    from campaigns.isolation import Supervisor
+    from campaigns.trial import patience
     from paritree import console
 
     stored, engine = _stored(options)
-    with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+    with Supervisor(engine, deadline_s=patience()) as supervisor:
         result = replay_module.replayed(supervisor, stored.case, stored.wanted, options.attempts)
     fails = result.reproduced > 0 or (result.changed and not options.bisect)
     code = FINDINGS if fails else CLEAN
@@ -381,12 +395,12 @@ def replay(options: Options) -> int:
 def shrink(options: Options) -> int:
     from campaigns import capsule, fingerprint, minimise
     from campaigns.case import to_json
-    from campaigns.isolation import Deadline, Supervisor
+    from campaigns.isolation import Supervisor
     from campaigns.reduce import nodes_of
-    from campaigns.trial import Bench
+    from campaigns.trial import Bench, patience
 
     stored, engine = _stored(options)
-    with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+    with Supervisor(engine, deadline_s=patience()) as supervisor:
         name = supervisor.description.name
         found = fingerprint.first(name, list(Bench(supervisor).outcome(stored.case).judgements))
         if found is None:
@@ -404,7 +418,7 @@ def shrink(options: Options) -> int:
         return FINDINGS
     line = to_json(smallest.case)
     if options.out:
-        with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+        with Supervisor(engine, deadline_s=patience()) as supervisor:
             capsule.write(
                 Path(options.out),
                 engine,
@@ -434,14 +448,14 @@ def shrink(options: Options) -> int:
 
 def bisect(options: Options) -> int:
     from campaigns import bisect as bisect_module
-    from campaigns.isolation import Deadline, Supervisor
-    from campaigns.trial import Bench
+    from campaigns.isolation import Supervisor
+    from campaigns.trial import Bench, patience
     from paritree import console
 
     if options.builds and not options.engine:
         options.engine = options.builds[-1]
     stored, engine = _stored(options)
-    with Supervisor(engine, deadline_s=Deadline()) as supervisor:
+    with Supervisor(engine, deadline_s=patience()) as supervisor:
         location = bisect_module.located(Bench(supervisor), stored.case)
     first_bad = bisect_module.first_bad(options.builds, stored.case, stored.wanted) if options.builds else None
     if location is None:
