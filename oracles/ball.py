@@ -39,7 +39,7 @@ class Arithmetic:
     """
 
     __slots__ = (
-        "block", "div", "eta", "exp", "exp2_folding", "float32_scores", "input_growth", "log", "online", "output", "real", "rsqrt", "statistics",
+        "angle", "angle_per_pair", "any_tie", "block", "div", "eta", "exp", "exp2_folding", "float32_scores", "input_growth", "log", "online", "output", "real", "rsqrt", "statistics",
         "tanh", "unit",
     )  # fmt: skip
 
@@ -57,6 +57,9 @@ class Arithmetic:
         self.tanh = profile.tanh_silu
         self.eta = ETA_FLUSH if profile.flush_to_zero else ETA_GRADUAL
         self.float32_scores = profile.float32_scores
+        self.angle = profile.angle_roundings * profile.u_accumulate
+        self.angle_per_pair = profile.angle_roundings_per_pair * profile.u_accumulate
+        self.any_tie = ties_any(profile.ties)
         self.statistics = statistics
         self.real = real
         self.block = height_block(profile.height)
@@ -88,6 +91,13 @@ def height_block(height: str) -> int | None:
     if kind != "blocked" or not block.isdigit() or int(block) < 1:
         raise ValueError(f"height is {height!r}, but must be any or blocked:B with B at least 1")
     return int(block)
+
+
+def ties_any(ties: str) -> bool:
+    """Whether any of several equal choices is right. Raises ValueError for another word than lowest and any."""
+    if ties not in ("lowest", "any"):
+        raise ValueError(f"ties is {ties!r}, but must be lowest or any")
+    return ties == "any"
 
 
 class Ball:

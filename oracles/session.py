@@ -219,7 +219,11 @@ class Walked:
             return expected
         own = stack.values
         valid = ((own >= 0) & (own < c.experts)).all(-1, keepdims=True)
-        equal = Equal(route.in_order_of(own, expected), "M8")
+        due = expected
+        if self.arithmetic.any_tie and predicted.rad is None:
+            tied = rule.is_tied(predicted.mid.astype(np.float32), bias, np.where(valid, own, expected))
+            due = np.where(valid & tied[:, None], own, expected)
+        equal = Equal(route.in_order_of(own, due), "M8")
         if predicted.rad is None:
             self._equal("expert_ids", layer, own, equal)
         else:

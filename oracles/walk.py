@@ -17,7 +17,7 @@ from oracles.ops import add, combine, matmul, moe, o_latent, q_absorb, rms_norm,
 from oracles.ops.embed import row_ball
 from oracles.ops.route import weights as route_weights
 from spec.config import Config
-from spec.rotary import Rotary
+from spec.rotary import Rotary, frequencies, table_factor
 from spec.weights import Weights
 
 Ids = NDArray[np.int64]
@@ -45,6 +45,8 @@ class JudgeModel:
     def __init__(self, config: Config, weights: Weights, rotary: Rotary | None = None) -> None:
         self.config = config
         self.rotary = rotary or Rotary(config)
+        self.frequencies: Wide = np.array([float(f) for f in frequencies(config)])
+        self.table_factor = float(table_factor(config.yarn))
         self.embed = weights["embed"]
         self.balls = {name: Ball(value) for name, value in weights.items() if name != "embed"}
         if config.tied:
@@ -81,10 +83,11 @@ def _walk(
 ) -> Ball:  # fmt: skip
     c, last = model.config, model.config.layers
     cos, sin = (table.astype(np.float64) for table in model.rotary.tables(position))
+    table = rope.table_radius(position[:, None] * model.frequencies, model.table_factor, a)
     x = taps.meet("embed", -1, row_ball(model.embed[token], a))
     for layer in range(last):
         h = taps.meet("attn_norm", layer, rms_norm.bound(x, model.balls[f"{layer}.attn_norm"], model.eps, a))
-        out = attention(model, layer, h, cos, sin, visible, taps, a)
+        out = attention(model, layer, h, cos, sin, visible, taps, a, table)
         x = taps.meet("attn_residual", layer, add.bound(x, out, a))
         h = taps.meet("ffn_norm", layer, rms_norm.bound(x, model.balls[f"{layer}.ffn_norm"], model.eps, a))
         block = feed_forward(model, layer, h, "", taps, a) if c.is_dense(layer) else sparse(model, layer, h, taps, a)
@@ -94,7 +97,8 @@ def _walk(
 
 
 def attention(
-    model: JudgeModel, layer: int, h: Ball, cos: Wide, sin: Wide, visible: NDArray[np.bool_], taps: Taps, a: Arithmetic
+    model: JudgeModel, layer: int, h: Ball, cos: Wide, sin: Wide, visible: NDArray[np.bool_], taps: Taps, a: Arithmetic,
+    table: Wide | None = None,
 ) -> Ball:  # fmt: skip
     c, rows = model.config, h.mid.shape[0]
 
@@ -114,8 +118,8 @@ def attention(
     kv = meet("kv_a", matmul.bound(h, weight("kv_a"), a))
     latent = meet("latent", rms_norm.bound(kv[:, : c.kv_rank], weight("kv_a_norm"), model.latent_eps, a))
     half = c.rope_layout == "half"
-    q_rope = meet("q_rope", rope.bound(q[..., c.nope_dim :], cos[:, None], sin[:, None], half, a))
-    k_rope = meet("k_rope", rope.bound(kv[:, c.kv_rank :], cos, sin, half, a))
+    q_rope = meet("q_rope", rope.bound(q[..., c.nope_dim :], cos[:, None], sin[:, None], half, a, None if table is None else table[:, None]))
+    k_rope = meet("k_rope", rope.bound(kv[:, c.kv_rank :], cos, sin, half, a, table))
     q_nope = q[..., : c.nope_dim]
     absorbed = meet("q_absorb", q_absorb.bound(q_nope, weight("w_kc"), a))
     own = scores.bound(concatenate([absorbed, q_rope], -1), concatenate([latent, k_rope], -1), model.scale, a)

@@ -7,6 +7,7 @@ raise `Unsupported`, which is an answer and not a failure.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from spec.config import Config
+from spec.config import Config, ConfigError
 from spec.weights import Provider
 
 Int = NDArray[np.int32]
@@ -54,6 +55,9 @@ class Profile:
     flush_to_zero: bool = True
     float32_scores: bool = False  # draft-tree path scores summed in float32
     batch_invariant: bool = False  # claims: a row's bits do not depend on the other rows
+    angle_roundings: float = 0.0  # rotary tables of float32 angles: the angle of pair i is off by (angle_roundings +
+    angle_roundings_per_pair: float = 0.0  # angle_roundings_per_pair * i) u, relative. Both 0: the tables are the golden ones (M6)
+    ties: str = "lowest"  # among equal router choices: the lower id (N5), or "any" of them
 
 
 PROFILES: dict[str, Profile] = {
@@ -66,6 +70,19 @@ PROFILES: dict[str, Profile] = {
 
 
 @dataclass(frozen=True)
+class Departure:
+    """The engine computes another function than the configuration says, by design and in every session: `field` is taken as `value`.
+
+    A named difference, not a defect: the engine is judged against the configuration that it really runs, and reports list the reason.
+    What a configuration has no field for, an engine refuses (`Unsupported`).
+    """
+
+    field: str  # of spec.config.Config
+    value: Any  # int, float, str or bool
+    reason: str
+
+
+@dataclass(frozen=True)
 class Description:
     name: str
     version: str
@@ -74,6 +91,16 @@ class Description:
     """Of: "run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "free_slots", "generate", "generate_tree"."""
     ops: frozenset[str] = frozenset()
     taps: frozenset[str] = frozenset()
+    departures: tuple[Departure, ...] = ()
+
+
+def departed(config: Config, departures: Sequence[Departure]) -> Config:
+    """The configuration that the engine really runs. Raises ConfigError for a field or value that no configuration has."""
+    for departure in departures:
+        if departure.field not in {known.name for known in dataclasses.fields(Config)}:
+            raise ConfigError(f"a departure names {departure.field!r}, which is no field of a configuration")
+        config = dataclasses.replace(config, **{departure.field: departure.value})
+    return config
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spec.engine import Description, Generation, Profile, Round
+from spec.engine import Departure, Description, Generation, Profile, Round
 from spec.script import Answer, Failure, OpCall
 
 ALIGNMENT = 64  # bytes: a cache line, and what SIMD loads want
@@ -358,7 +358,8 @@ def unpack_failure(value: Any) -> Failure | None:
 
 def pack_description(description: Description) -> dict[str, Any]:
     sets = {name: sorted(getattr(description, name)) for name in ("capabilities", "ops", "taps")}
-    return {"name": description.name, "version": description.version, "profile": vars(description.profile), **sets}
+    departures = [[departure.field, departure.value, departure.reason] for departure in description.departures]
+    return {"name": description.name, "version": description.version, "profile": vars(description.profile), "departures": departures, **sets}
 
 
 def unpack_description(meta: dict[str, Any]) -> Description:
@@ -366,7 +367,8 @@ def unpack_description(meta: dict[str, Any]) -> Description:
 
     def read() -> Description:
         sets = [frozenset(_text(item) for item in meta[name]) for name in ("capabilities", "ops", "taps")]
-        return Description(_text(meta["name"]), _text(meta["version"]), Profile(**meta["profile"]), *sets)
+        departures = tuple(Departure(_text(name), value, _text(reason)) for name, value, reason in meta["departures"])
+        return Description(_text(meta["name"]), _text(meta["version"]), Profile(**meta["profile"]), *sets, departures)
 
     return checked(read)
 

@@ -6,6 +6,7 @@ here returns plain arrays and integers of ours, or raises Malformed with what wa
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec.config import Config
-from spec.engine import Description, Generation, Profile, Round
+from spec.engine import Departure, Description, Generation, Profile, Round
 from spec.record import size
 from spec.script import Generate
 from spec.taps import Tap, taps_of_layer
@@ -206,7 +207,19 @@ def description(value: object) -> Description:
         if not fits:
             raise Malformed(f"profile.{name} is {text_of(found)[:60]!r}, but must be a {type(default).__name__} like {default!r}")
     names = {field: _names(getattr(value, field), field) for field in ("capabilities", "ops", "taps")}
-    return Description(text_of(value.name), text_of(value.version), value.profile, names["capabilities"], names["ops"], names["taps"])
+    departures = tuple(_departure(item, i) for i, item in enumerate(items(value.departures, "departures", 100)))
+    return Description(
+        text_of(value.name), text_of(value.version), value.profile, names["capabilities"], names["ops"], names["taps"], departures
+    )  # fmt: skip
+
+
+def _departure(value: object, number: int) -> Departure:
+    if not isinstance(value, Departure) or type(value.value) not in (int, float, str, bool):
+        raise Malformed(f"departures[{number}] is {kind_of(value)}, but must be a spec.engine.Departure with a plain value")
+    name = text_of(value.field)
+    if name not in {field.name for field in dataclasses.fields(Config)}:
+        raise Malformed(f"departures[{number}] names {name!r}, which is no field of a configuration")
+    return Departure(name, value.value, text_of(value.reason))
 
 
 def _names(values: object, what: str) -> frozenset[str]:

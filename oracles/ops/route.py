@@ -24,6 +24,8 @@ def expect(inputs: Arrays, params: Params, outputs: Arrays, a: Arithmetic) -> di
     own = np.where(valid, found, ids)
     scale, eps = (float(np.float32(params[name])) for name in ("routed_scale", "denominator_eps"))
     ball = weights(Ball(scores), own, scale, bool(params["norm_top_k"]), eps, a)
+    if a.any_tie:
+        ids = np.where(rule.is_tied(scores, inputs["bias"], own)[:, None], own, ids)
     return {"ids": Equal(in_order_of(found, ids), "M8"), "weights": Near(ball)}
 
 
@@ -73,6 +75,28 @@ class Rule:
         np.put_along_axis(chosen, inside, True, -1)
         witness = self.choose(np.where(chosen, _up(scores.mid + rad), _down(scores.mid - rad)), bias)
         return np.asarray(distinct & (np.sort(witness, -1) == ordered).all(-1))
+
+    def is_tied(self, scores: NDArray[Any], bias: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.bool_]:
+        """[T]: `ids` is a choice that some way to break ties gives: of equal groups any may stay, of equal experts any is chosen."""
+        choice = _choice(scores, bias)
+        rank = self._rank(choice) if self.groups > 1 else np.zeros((len(choice), 1), choice.dtype)
+        return np.array([self._tied(row, of_group, own) for row, of_group, own in zip(choice, rank, ids, strict=True)], np.bool_)
+
+    def _tied(self, choice: NDArray[Any], rank: NDArray[Any], own: NDArray[Any]) -> bool:
+        """One row. Groups above the cut stay, and so do those that `own` needs; the rest of the places goes to groups at the cut that offer
+        nothing better than the worst of `own`."""
+        if len(set(own.tolist())) != len(own):
+            return False
+        worst = choice[own].min()
+        rest = choice.copy()
+        rest[own] = -np.inf
+        best_left = rest.reshape(self.groups, -1).max(-1)
+        cut = np.sort(rank)[-self.top_groups] if self.groups > 1 else rank[0]
+        stays = rank > cut
+        stays[own // (len(choice) // self.groups)] = True
+        harmless = (rank == cut) & ~stays & (best_left <= worst)
+        missing = min(self.top_groups, self.groups) - int(stays.sum())
+        return bool((rank[stays] >= cut).all() and (best_left[stays] <= worst).all() and 0 <= missing <= int(harmless.sum()))
 
     def margin(self, scores: NDArray[Any], bias: NDArray[Any]) -> NDArray[np.float64]:
         """[T]: how far the closest decision is from falling the other way: the last chosen expert, or the last kept group."""
