@@ -30,7 +30,8 @@ native: setup ## compile the native engine (also done at first use)
 	$(BIN)/python -m impls.native.build
 
 check: setup ## verify the shipped engines; the report is written to $(OUT)/report.html
-	$(BIN)/paritree check native blocked --store $(OUT) --report $(OUT)/report.html
+	$(BIN)/python -m impls.checkpoint $(OUT)/checkpoint
+	$(BIN)/paritree check native blocked --checkpoint $(OUT)/checkpoint --store $(OUT)/store --report $(OUT)/report.html
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest -n $(JOBS) -m "not drill and not gpu"

@@ -88,6 +88,7 @@ class SessionCase:
     mixed: bool = True
     generate: GenerateCase | None = None
     hazards: tuple[str, ...] = ()
+    checkpoint: str = ""  # a folder in Hugging Face layout instead of preset, overrides, weights_seed and regime
 
 
 @dataclass(frozen=True)

@@ -310,3 +310,27 @@ def _checkpoint_tensors(config: Config, provider: Callable[[str], Float]) -> lis
             stored, transposed = (TOP_NAMES[kind]) if not layer else (prefix + LAYER_NAMES[kind][0], LAYER_NAMES[kind][1])
             out.append((stored, provider(name).T if transposed else provider(name)))
     return out
+
+
+def main() -> None:
+    """python -m impls.checkpoint DIR: write a checkpoint with seeded weights, to be loaded as a user's would be."""
+    import argparse
+
+    from spec.config import PRESETS, preset
+    from spec.weights import random_tensor
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", help="is made; kept as it is when it holds a config.json already")
+    parser.add_argument("--preset", default="tiny-text", choices=sorted(PRESETS))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--shard-bytes", type=int, default=128 * 1024, help="several shards and an index (%(default)s)")
+    options = parser.parse_args()
+    if (Path(options.folder) / "config.json").exists():
+        Checkpoint(options.folder)
+        return
+    config = preset(options.preset)
+    write_checkpoint(options.folder, config, lambda name: random_tensor(config, options.seed, name), shard_bytes=options.shard_bytes)
+
+
+if __name__ == "__main__":
+    main()

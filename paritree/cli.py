@@ -64,7 +64,17 @@ def _code_of(problem: Exception) -> int:
     names = {cls.__name__ for cls in type(problem).__mro__}
     if names & {"EngineLoadError", "NotLoadable", "UnknownEngine", "UnknownPlant", "NoCompiler", "BuildError"}:
         return NOT_LOADABLE
-    if names & {"StoreError", "CapsuleError", "CaseError", "ConfigError", "UnknownRule", "Damaged", "WeightsKeyError", "CheckpointError", "WeightError"}:
+    if names & {
+        "StoreError",
+        "CapsuleError",
+        "CaseError",
+        "ConfigError",
+        "UnknownRule",
+        "Damaged",
+        "WeightsKeyError",
+        "CheckpointError",
+        "WeightError",
+    }:
         return USAGE
     return INTERNAL
 

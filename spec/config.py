@@ -128,6 +128,8 @@ PRESETS: dict[str, Config] = {
         expert_dim=40, shared_experts=2, groups=4, top_groups=2, routed_scale=2.5, rms_eps=1e-6,
         yarn=Yarn(factor=16.0, original_len=64, mscale=0.707, mscale_all_dim=1.3),
     ),
+    # room for the byte tokens of campaigns/text.py: prompts are real text
+    "tiny-text": dataclasses.replace(TINY, vocab=258),
     # softmax routing with plain top-k weights (V2), no query compression, tied head, half-split rotary pairs
     "tiny-softmax": dataclasses.replace(
         TINY, scoring="softmax", norm_top_k=False, group_score="max", groups=4, top_groups=2, q_rank=0, tied=True, rope_layout="half",
