@@ -55,7 +55,12 @@ void Session::plan_batch(const BatchRows& rows, Plan& plan) {
       const int32_t parent = rows.parent[static_cast<std::size_t>(row)];
       parents.push_back(parent < 0 ? -1 : local[static_cast<std::size_t>(parent)]);
     }
+#ifdef PARITREE_PLANT_MASK_STALE
+    // as a graph is captured once per number of rows: the parents of its first replay stay in its buffers
+    const Ancestors ancestors(captured_parents_.try_emplace(parents.size(), parents).first->second);
+#else
     const Ancestors ancestors(parents);
+#endif
     for (std::size_t i = 0; i < own.size(); ++i) {
       const std::size_t row = static_cast<std::size_t>(own[i]);
       plan.slot[row] = prefix + static_cast<int64_t>(i);

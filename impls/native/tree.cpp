@@ -215,17 +215,9 @@ Ancestors::Ancestors(const std::vector<int32_t>& parents) {
 #ifdef PARITREE_PLANT_MASK_CRASH
   if (count == 7) *static_cast<volatile char*>(nullptr) = 0;
 #endif
-#ifdef PARITREE_PLANT_MASK_STALE
-  static std::vector<std::vector<int32_t>> captured;  // by node count, at first use, as a graph captures its buffers
-  if (static_cast<int64_t>(captured.size()) <= count) captured.resize(static_cast<std::size_t>(count + 1));
-  if (captured[static_cast<std::size_t>(count)].empty()) captured[static_cast<std::size_t>(count)] = parents;
-  const std::vector<int32_t>& walk = captured[static_cast<std::size_t>(count)];
-#else
-  const std::vector<int32_t>& walk = parents;
-#endif
   for (int64_t row = 0; row < count; ++row) {
     uint64_t* own = bits_.data() + row * words_;
-    const int32_t parent = walk[static_cast<std::size_t>(row)];
+    const int32_t parent = parents[static_cast<std::size_t>(row)];
     if (parent >= 0) std::copy_n(bits_.data() + parent * words_, words_, own);
     own[row / 64] |= uint64_t{1} << (row % 64);
   }

@@ -45,8 +45,8 @@ _ALL = (
     ),
     _plant(
         "mask-stale", "k", "DDTREE section 6 row 22 sgl-project/sglang/pull/29907", (*MASK, "C7"),
-        "two batches of one sequence with the same number of rows and other parents: a chain of 3, then a root with two children",
-        nodes=2, needs=["tree"],
+        "two batches of one session with the same number of rows and other parents: a prompt of 3 tokens, then a root with two children",
+        nodes=2, needs=["tree", "rounds"],
     ),
     _plant(
         "gemm-tail-stale", "h", "BUGZOO H17 ikawrakow/ik_llama.cpp/pull/171", PRODUCTS,
@@ -70,8 +70,8 @@ _ALL = (
     ),
     _plant(
         "compact-first", "e", "DDTREE section 6 row 16 sgl-project/sglang/pull/27509", COMMIT,
-        "the accepted path is root, node 2: perfect in the first round, wrong in the cache and in every round after it",
-        nodes=2, needs=["tree"],
+        "path [1] of two pending rows; in a session root, node 2: perfect in the first round, wrong in the cache and in every round after it",
+        nodes=1,
     ),
     _plant(
         "compact-page", "e", "BUGZOO Z26 after E07 sgl-project/sglang/pull/26866", COMMIT,

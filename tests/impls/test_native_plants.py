@@ -74,7 +74,6 @@ OPERATIONS: dict[str, tuple[tuple[OpCall, ...], tuple[OpCall, ...]]] = {
     # plant: (calls that are right, calls of which the last is wrong)
     "position-index": ((tree([-1, 0, 1]),), (tree([-1, 0, 0]),)),
     "mask-tile": ((tree([-1, 0, 0, 0]),), (tree([-1, 0, 0, 0, 0]),)),
-    "mask-stale": ((tree([-1, 0, 0]),), (tree([-1, 0, 1, 2]), tree([-1, 0, 0, 0]))),
     "gemm-tail-stale": ((op("matmul", x=floats(4, 3), w=floats(3, 2)),), (op("matmul", x=floats(5, 3), w=floats(3, 2)),)),
     "expert-first-row": ((moe(1),), (moe(2),)),
     "heap-fifo": (
@@ -84,7 +83,7 @@ OPERATIONS: dict[str, tuple[tuple[OpCall, ...], tuple[OpCall, ...]]] = {
     "bonus-parent": ((accept([7, 8]),), (accept([6, 8]),)),
     "compact-first": (
         (op("compact", {"prefix_len": 1}, cache=floats(4, 2), path=np.array([0, 1], np.int32)),),
-        (op("compact", {"prefix_len": 1}, cache=floats(4, 2), path=np.array([0, 2], np.int32)),),
+        (op("compact", {"prefix_len": 1}, cache=floats(3, 2), path=np.array([1], np.int32)),),
     ),
 }  # fmt: skip
 
@@ -134,6 +133,25 @@ def test_a_planted_commit_is_wrong_at_its_smallest_trigger(name: str, right: Any
     for plant, case, holds in ((None, right, True), (None, wrong, True), (name, right, True), (name, wrong, False)):
         with engine(plant).open(CONFIG, WEIGHTS) as session:
             assert np.array_equal(*committed(session, *case)) == holds
+
+
+def seen_keys(session: LibrarySession, parents: list[int]) -> np.ndarray:
+    """Which rows of a batch each row gives weight to."""
+    probs: list[np.ndarray] = []
+    count = len(parents)
+    rows = Rows(np.zeros(count, np.int32), np.arange(count, dtype=np.int32), np.zeros(count, np.int32), np.array(parents, np.int32))
+    session.forward(rows, np.zeros(count, np.bool_), frozenset({"probs"}), lambda name, layer, array: probs.append(array))
+    return np.asarray(probs[0][:, 0] > 0)
+
+
+def test_the_mask_of_the_first_batch_of_a_size_stays() -> None:
+    chain, star = [-1, 0, 1], [-1, 0, 0]
+    with engine().open(CONFIG, WEIGHTS) as honest, engine("mask-stale").open(CONFIG, WEIGHTS) as planted:
+        for session in (honest, planted):
+            np.testing.assert_array_equal(seen_keys(session, chain), [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
+        np.testing.assert_array_equal(seen_keys(honest, star), [[1, 0, 0], [1, 1, 0], [1, 0, 1]])
+        np.testing.assert_array_equal(seen_keys(planted, star), [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
+        np.testing.assert_array_equal(seen_keys(planted, [-1, 0]), [[1, 0], [1, 1]])
 
 
 def test_a_stop_token_inside_an_accepted_path_is_overrun() -> None:
@@ -203,5 +221,5 @@ def test_the_hang_is_at_five_rows_only(size: int) -> None:
 
 
 def test_every_plant_is_shown() -> None:
-    shown = {*OPERATIONS, "compact-page", "rejected-visible", "stop-last", "mask-crash", "gemm-hang"}
+    shown = {*OPERATIONS, "mask-stale", "compact-page", "rejected-visible", "stop-last", "mask-crash", "gemm-hang"}
     assert shown == set(PLANTS)
