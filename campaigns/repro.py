@@ -28,7 +28,7 @@ TIMEOUT_S = 60.0
 POISON_FLOAT_BITS, POISON_INT, POISON_BYTE = 0x7FC0DEAD, -7777777, 0xA5
 GUARD_BYTES = 4 * 64
 NOT_LOADABLE, DAMAGED, FAILS_AGAIN, PASSES = 4, 2, 1, 0
-DTYPES = {"F32": np.float32, "I32": np.int32, "U8": np.uint8, "BOOL": np.bool_}
+DTYPES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_}
 
 
 class Damaged(Exception):
