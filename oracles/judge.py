@@ -9,19 +9,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oracles.ball import arithmetic
-from oracles.compare import judge_expected
+from oracles.compare import Near, judge_expected
 from oracles.judgement import Judgement, Verdict
 from oracles.ops import BOUNDS
+from oracles.suspicion import suspect
 from spec.engine import Profile
 from spec.script import OpCall
 
 
 def judge_op(
-    call: OpCall, outputs: Mapping[str, NDArray[Any]], profile: Profile, rung: str = "ops", step: int = 0, tap: str = ""
+    call: OpCall,
+    outputs: Mapping[str, NDArray[Any]],
+    profile: Profile,
+    rung: str = "ops",
+    step: int = 0,
+    tap: str = "",
+    statistics: bool = False,
 ) -> list[Judgement]:
     """One judgement per output, in the op's order; the named element is the worst one.
 
-    `tap` replaces the output's name (with several outputs: goes before it). Raises KeyError for an operation that does not exist.
+    `statistics`: an output that passes may still be a WARNING (oracles/suspicion.py). `tap` replaces the output's name (with several outputs: goes before it). Raises KeyError for an operation that does not exist.
     """
     expect = BOUNDS[call.op]
     malformed = [
@@ -32,11 +39,14 @@ def judge_op(
     if malformed:
         return malformed
     with np.errstate(all="ignore"):  # operands may be anything; classes of numbers are told apart where they are compared
-        expected = expect(call.inputs, call.params, outputs, arithmetic(profile))
-        return [
-            judge_expected(outputs[name], expectation, op=call.op, tap=_label(tap, name, call), rung=rung, step=step)
-            for name, expectation in expected.items()
-        ]
+        expected = expect(call.inputs, call.params, outputs, arithmetic(profile, statistics))
+        judged = []
+        for name, expectation in expected.items():
+            judgement = judge_expected(outputs[name], expectation, op=call.op, tap=_label(tap, name, call), rung=rung, step=step)
+            if statistics and type(expectation) is Near:
+                judgement = suspect(judgement, outputs[name], expectation)
+            judged.append(judgement)
+    return judged
 
 
 def _label(tap: str, name: str, call: OpCall) -> str:

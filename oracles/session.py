@@ -22,6 +22,7 @@ from oracles.history import Batch, History, replay
 from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.ops import argmax, route
 from oracles.stacks import OVER_KEYS, Stack, Stacks
+from oracles.suspicion import suspect
 from oracles.tokens import judge_tokens
 from oracles.walk import Ids, JudgeModel, inputs_of, walk
 from spec.engine import Profile
@@ -47,8 +48,9 @@ class SessionJudge:
         self.prepared = JudgeModel(model.config, model.weights, model.rotary)
         self._golden: tuple[Script, int, NDArray[np.float32]] | None = None
 
-    def judge(self, script: Script, trace: Trace, *, explain: Explain | None = None) -> list[Judgement]:
-        """Judgements ordered by (step, data order). `explain` reruns the engine with taps at a history (see `oracles.generation`)."""
+    def judge(self, script: Script, trace: Trace, *, explain: Explain | None = None, statistics: bool = False) -> list[Judgement]:
+        """Judgements ordered by (step, data order). `explain` reruns the engine with taps at a history (see `oracles.generation`);
+        `statistics`: taps that pass may still be a WARNING (oracles/suspicion.py)."""
         answered: list[tuple[int, Step]] = []
         judgements: list[Judgement] = []
         for number, (step, answer) in enumerate(zip(script.steps, trace.answers, strict=False)):
@@ -68,7 +70,7 @@ class SessionJudge:
             step_or_none = script.steps[number] if number < len(script.steps) else None
             judgements.append(of_failure(trace.failure, step_or_none, number))
         history = replay(answered)
-        walked = Walked(self.prepared, history, trace, trace.description.profile)
+        walked = Walked(self.prepared, history, trace, trace.description.profile, statistics)
         judgements += walked.judgements
         if len(history.wanted):
             judgements += judge_tokens(self, script, answered, walked)
@@ -77,6 +79,10 @@ class SessionJudge:
                 judgements += judge_generate(self, step, trace.answers[number], number, trace.description.profile, explain)
         return sorted(judgements, key=lambda j: j.step)  # stable: data order within a step
 
+    def forget(self) -> None:
+        """Drop the golden logits that are kept."""
+        self._golden = None
+
     def golden_logits(self, script: Script, answered: list[tuple[int, Step]]) -> NDArray[np.float32]:
         """[wanted rows, vocab], golden bits; the last script's are kept."""
         if self._golden is None or self._golden[0] is not script or self._golden[1] != len(answered):
@@ -84,10 +90,12 @@ class SessionJudge:
         return self._golden[2]
 
 
-def judge_session(model: GoldenModel | SessionJudge, script: Script, trace: Trace, *, explain: Explain | None = None) -> list[Judgement]:
+def judge_session(
+    model: GoldenModel | SessionJudge, script: Script, trace: Trace, *, explain: Explain | None = None, statistics: bool = False
+) -> list[Judgement]:
     """`SessionJudge(model).judge(script, trace)`; pass the SessionJudge itself to judge many traces of one model."""
     judge = model if isinstance(model, SessionJudge) else SessionJudge(model)
-    return judge.judge(script, trace, explain=explain)
+    return judge.judge(script, trace, explain=explain, statistics=statistics)
 
 
 # Answers that are none
@@ -152,11 +160,12 @@ class Walked:
     history: History
     trace: Trace
     profile: Profile
+    statistics: bool = False
     judgements: list[Judgement] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rows = len(self.history)
-        self.arithmetic: Arithmetic = arithmetic(self.profile)
+        self.arithmetic: Arithmetic = arithmetic(self.profile, self.statistics)
         self.proven = np.ones(rows, np.bool_)  # rows whose taps were all given (or tightly composed) and passed
         self.logits: NDArray[np.float32] = np.zeros((0, self.model.config.vocab), np.float32)
         self.residuals: dict[tuple[str, int], Wide] = {}
@@ -286,6 +295,9 @@ class Walked:
                 judgement = diagnosis.refine(judgement, self, name, layer, near, stack.values, failing, own, index)
             elif blunt is not None and blunt[at].any():
                 judgement = self._unverified(judgement, name, layer, int(blunt[at].sum()), len(at))
+            elif self.statistics:
+                where = None if near.where is None else near.where[at]
+                judgement = suspect(judgement, stack.values[at], Near(near.ball[at], near.rule, where))
             self._add(judgement)
 
     def _blunt(self, name: str, layer: int, near: Near) -> NDArray[np.bool_] | None:
