@@ -1,0 +1,209 @@
+"""Shrinking with predicates that need no engine: the exact smallest case, numeric failures, budgets."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+
+from campaigns.case import Case, GenerateCase, OpCase, SessionCase, TreeCase, to_json
+from campaigns.discover import Diet, Discovery, batch_strategy
+from campaigns.plan import tree_parents
+from campaigns.reduce import candidates, cost, nodes_of, reduced
+from campaigns.shrink import shrunk
+from campaigns.strategies import OP_SHAPES
+from campaigns.trial import Outcome
+
+BIG = SessionCase(
+    "small", (("layers", 3),), 2, "cold-router", ((9, 31), (7, 4), (2, 77)),
+    (
+        (((0, 1), (0, 1), (1, 0), (2, 1), (0, 0), (4, 1)), ((0, 0), (1, 1)), ()),
+        (((0, 1), (0, 1), (0, 1), (1, 0), (3, 1), (2, 0), (0, 1), (5, 0)), ((0, 1),), ((0, 0), (0, 0), (0, 0))),
+        (((0, 0),), ((0, 0),), ((0, 0),)),
+    ),
+    3, False, GenerateCase("noisy", 3, 80, -1, 9, 5, 8, 3), ("fork",),
+)  # fmt: skip
+
+
+def depths(tree: tuple[tuple[int, int], ...]) -> list[int]:
+    out = [0]
+    for parent in tree_parents(tree)[1:]:
+        out.append(out[parent] + 1)
+    return out
+
+
+def deep_and_forked(case: Case) -> bool:
+    """A tree of depth 3 with two children under one node, behind at least 5 prompt tokens. True minimum: 4 nodes, 5 tokens."""
+    assert isinstance(case, SessionCase)
+    long = any(length >= 5 for length, _ in case.prompts)
+    for trees in case.rounds:
+        for tree in trees[: len(case.prompts)]:
+            parents = tree_parents(tree).tolist()
+            if max(depths(tree)) >= 3 and any(parents.count(node) > 1 for node in range(len(parents))) and long:
+                return True
+    return False
+
+
+def test_a_structural_failure_shrinks_to_the_true_minimum() -> None:
+    smallest, checks = reduced(BIG, deep_and_forked)
+    assert isinstance(smallest, SessionCase)
+    assert nodes_of(smallest) == 4
+    assert [length for length, _ in smallest.prompts] == [5]
+    assert len(smallest.rounds) == 1
+    assert (smallest.preset, smallest.overrides, smallest.regime, smallest.generate, smallest.hazards) == ("tiny", (), "ordinary", None, ())
+    assert checks <= 150
+
+
+def test_two_sequences_are_kept_where_both_are_needed() -> None:
+    def crosses(case: Case) -> bool:
+        return isinstance(case, SessionCase) and len({length for length, _ in case.prompts}) > 1
+
+    smallest, _ = reduced(BIG, crosses)
+    assert isinstance(smallest, SessionCase)
+    assert sorted(length for length, _ in smallest.prompts) == [1, 2]
+    assert smallest.rounds == ()
+
+
+def test_a_failure_of_the_second_round_keeps_two_rounds() -> None:
+    def second(case: Case) -> bool:
+        return isinstance(case, SessionCase) and len(case.rounds) >= 2 and any(hit for tree in case.rounds[0] for _, hit in tree)
+
+    smallest, _ = reduced(BIG, second)
+    assert isinstance(smallest, SessionCase)
+    assert len(smallest.rounds) == 2
+    assert nodes_of(smallest) == 1
+
+
+def test_a_whole_loop_failure_keeps_only_the_loop() -> None:
+    def loop(case: Case) -> bool:
+        return isinstance(case, SessionCase) and case.generate is not None and case.generate.budget >= 2
+
+    smallest, _ = reduced(BIG, loop)
+    assert isinstance(smallest, SessionCase) and smallest.generate is not None
+    assert smallest.rounds == ()
+    assert (smallest.generate.budget, smallest.generate.max_new, smallest.generate.block_len, smallest.generate.stop_at) == (2, 1, 1, -1)
+
+
+def chance(case: Case, one_in: int) -> bool:
+    """A numeric failure: it hangs on the numbers, so on every part of the case."""
+    return int(hashlib.blake2b(to_json(case).encode(), digest_size=4).hexdigest(), 16) % one_in == 0
+
+
+def test_numeric_failures_reach_their_minimum_by_other_seeds() -> None:
+    def rare(case: Case) -> bool:
+        assert isinstance(case, OpCase)
+        dims = dict(case.dims)
+        return dims["K"] >= 5 and chance(case, 8)
+
+    reached = 0
+    for start in range(12):
+        case = next(
+            OpCase("matmul", (("K", 33), ("N", 17), ("T", 9)), (), "extreme", s)
+            for s in range(start * 100, 10**6)
+            if rare(OpCase("matmul", (("K", 33), ("N", 17), ("T", 9)), (), "extreme", s))
+        )
+        smallest, _ = reduced(case, rare)
+        assert isinstance(smallest, OpCase)
+        reached += sum(value for _, value in smallest.dims) <= 9  # the true minimum is 7: K = 5, N = T = 1
+    assert reached >= 9  # CAMPAIGNS 1.5 measured 9 of 10 with other seeds, 5 of 10 without
+
+
+def test_a_case_that_cannot_be_smaller_stays() -> None:
+    case = TreeCase(1, 1, 0, 0, 1, 0, 0, 0, 0)
+    assert reduced(case, lambda other: True) == (case, 0)
+
+
+def test_checks_end_at_the_limit_and_the_best_so_far_stands() -> None:
+    smallest, checks = reduced(BIG, deep_and_forked, checks_max=12)
+    assert checks == 12
+    assert deep_and_forked(smallest)
+    assert cost(smallest) < cost(BIG)
+
+
+def test_no_time_leaves_the_case_as_it_is() -> None:
+    assert reduced(BIG, deep_and_forked, seconds=-1.0) == (BIG, 0)
+
+
+def test_no_case_is_checked_twice() -> None:
+    seen: list[str] = []
+
+    def fails(case: Case) -> bool:
+        seen.append(to_json(case))
+        return deep_and_forked(case)
+
+    reduced(BIG, fails)
+    assert len(seen) == len(set(seen))
+
+
+def test_a_tree_case_is_tried_as_its_guilty_operation_alone() -> None:
+    def fails(case: Case) -> bool:
+        if isinstance(case, OpCase):
+            return case.op == "best_first_tree" and dict(case.params)["budget"] >= 2
+        return isinstance(case, TreeCase) and case.budget >= 4
+
+    smallest, _ = reduced(TreeCase(5, 3, 9, 4, 2, 0, 80, 0, 5), fails, guilty="best_first_tree")
+    assert isinstance(smallest, OpCase)
+    assert nodes_of(smallest) == 2
+
+
+@pytest.mark.parametrize(
+    "case", [BIG, TreeCase(5, 3, 9, 4, 2, 0, 80, 2, 5, ("poison",)), OpCase("add", (("N", 9), ("T", 4)), (), "ties", 3)]
+)
+def test_every_candidate_is_another_case_of_the_same_kind(case: Case) -> None:
+    for candidate in candidates(case):
+        assert type(candidate) is type(case)
+        assert candidate != case
+
+
+@pytest.mark.parametrize(
+    ("case", "nodes"),
+    [
+        (BIG, 6 + 2 + 8 + 1 + 3 + 3),
+        (TreeCase(5, 3, 9, 4, 2, 0, 80, 0, 5), 9),
+        (OpCase("accept", (("M", 4),), (), "ordinary", 0), 3),
+        (OpCase("add", (("N", 4), ("T", 1)), (), "ordinary", 0), 0),
+    ],
+)
+def test_size_is_the_number_of_nodes_without_roots(case: Case, nodes: int) -> None:
+    assert nodes_of(case) == nodes
+
+
+# Hypothesis
+
+
+DIET = Diet(ops=tuple(OP_SHAPES), trees=True, sessions=True, loops=False, session_hazards=("fork",))
+
+
+def test_choices_of_a_batch_shrink_to_one_small_case() -> None:
+    def fails(case: Case) -> bool:
+        return isinstance(case, TreeCase) and case.budget >= 3 and case.vocab >= 2
+
+    discovery = Discovery(
+        Diet(ops=(), trees=True, sessions=False, loops=False), 5, lambda cases: [Outcome(c, (), 0.0) for c in cases], lambda o: fails(o.case),
+        trials_expected=1,
+    )  # fmt: skip
+    fresh = next(found for _ in range(50) for found in discovery.step())
+    strategy = batch_strategy(discovery.diet, "tree", fresh.size)
+    smallest, checks = shrunk(fresh.outcome.case, strategy, [fresh.choices], fails, 60.0)
+    assert isinstance(smallest, TreeCase)
+    assert fails(smallest)
+    assert (smallest.budget, smallest.vocab, smallest.hazards) == (3, 2, ())
+    assert checks > 0
+
+
+def test_choices_that_mean_nothing_leave_the_case() -> None:
+    case = TreeCase(5, 3, 9, 4, 2, 0, 80, 0, 5)
+    smallest, _ = shrunk(case, batch_strategy(DIET, "tree", "full"), [b"\x00not choices"], lambda other: False, 60.0)
+    assert smallest == case
+
+
+def test_shrinking_without_time_keeps_the_case() -> None:
+    case = TreeCase(5, 3, 9, 4, 2, 0, 80, 0, 5)
+    assert shrunk(case, batch_strategy(DIET, "tree", "full"), [b""], lambda other: True, -1.0)[0] == case
+
+
+def test_a_flaky_predicate_does_not_break_shrinking() -> None:
+    source = random.Random(1)
+    smallest, _ = reduced(BIG, lambda case: deep_and_forked(case) and source.random() < 0.6)
+    assert deep_and_forked(smallest)
