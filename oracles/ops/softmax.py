@@ -5,6 +5,7 @@ The bound covers every stable algorithm of the profile: plain, with exp2 and a f
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,10 @@ def bound(scores: Ball, visible: NDArray[np.bool_], a: Arithmetic) -> Ball:
         p: Wide = power / np.where(total == 0, 1.0, total)
         chain: Any = 0.0
         if a.online:
-            chain = longest_chain(seen)
-            if scores.rad is not None:
-                chain = np.where(order_is_certain(seen, scores.rad), chain, count)
+            if scores.rad is None:  # what an engine handed over is float32, and half as wide to compare
+                chain = longest_chain(seen.astype(np.float32))
+            else:
+                chain = np.where(order_is_certain(seen, scores.rad), longest_chain(seen), count)
         alpha, overflow = weight_error(np.where(visible, scores.mid, 0.0), np.where(top == -np.inf, 0.0, top), gap, a, 2 * chain)
         beta = np.einsum("...s,...s->...", p, alpha)[..., None]
         terms = count if a.block is None else np.minimum(count, a.roundings(max(1, int(count.max(initial=1)))))
@@ -110,7 +112,7 @@ def weight_error(s: Wide, top: Wide, gap: Wide, a: Arithmetic, rescalings: Any) 
     return alpha, overflow
 
 
-def longest_chain(seen: Wide) -> Wide:
+def longest_chain(seen: NDArray[Any]) -> Wide:
     """[..., 1]: the longest strict running-max chain over any contiguous start, in both directions of the key order.
 
     Only such a step rescales inexactly in an online or split softmax (e^0 = 1). Hidden keys are -inf. Key j raises the running maximum of
@@ -118,22 +120,18 @@ def longest_chain(seen: Wide) -> Wide:
     interval of starts; the longest chain is where most intervals overlap.
     """
     keys = seen.shape[-1]
-    rows = np.ascontiguousarray(seen.reshape(-1, keys))
+    rows = seen.reshape(-1, keys)
+    count = len(rows)
     at = np.arange(keys)
-    ends = _first_not_smaller(rows)  # scans from the right: starts j .. ends - 1
-    backward = (at + 1 - _counted(ends, keys)).max(1, initial=1)
-    begins = keys - _first_not_smaller(np.ascontiguousarray(rows[:, ::-1]))[:, ::-1]  # scans from the left: starts begins .. j
-    forward = (_counted(begins, keys) - at).max(1, initial=1)
-    longest: Wide = np.maximum(forward, backward).reshape(*seen.shape[:-1], 1).astype(np.float64)
+    ends = _first_not_smaller(np.concatenate([rows, rows[:, ::-1]]))
+    # scans from the right start at j .. ends - 1, scans from the left at begins .. j
+    begins = keys - ends[count:, ::-1]
+    bounds = np.concatenate([begins, ends[:count]])
+    bounds += np.arange(2 * count)[:, None] * (keys + 1)
+    passed = np.bincount(bounds.ravel(), minlength=2 * count * (keys + 1)).reshape(2 * count, keys + 1)[:, :keys].cumsum(1)
+    overlap = np.concatenate([passed[:count] - at, at + 1 - passed[count:]]).max(1, initial=1)
+    longest: Wide = np.maximum(overlap[:count], overlap[count:]).reshape(*seen.shape[:-1], 1).astype(np.float64)
     return longest
-
-
-def _counted(values: NDArray[np.int64], keys: int) -> NDArray[np.int64]:
-    """[n, S] values in 0 .. S -> [n, S]: how many of a row are at most 0, 1, .., S - 1."""
-    rows = len(values)
-    flat = np.bincount((values + np.arange(rows)[:, None] * (keys + 1)).ravel(), minlength=rows * (keys + 1))
-    counted: NDArray[np.int64] = flat.reshape(rows, keys + 1)[:, :keys].cumsum(1)
-    return counted
 
 
 def order_is_certain(seen: Wide, radius: Wide) -> NDArray[np.bool_]:
@@ -147,7 +145,7 @@ def order_is_certain(seen: Wide, radius: Wide) -> NDArray[np.bool_]:
     return certain
 
 
-def _first_not_smaller(rows: Wide) -> NDArray[np.int64]:
+def _first_not_smaller(rows: NDArray[Any]) -> NDArray[np.int64]:
     """[n, S]: index of the first later element that is at least as large, S if there is none."""
     count, keys = rows.shape
     if keys > PAIRWISE_MAX:
@@ -155,13 +153,19 @@ def _first_not_smaller(rows: Wide) -> NDArray[np.int64]:
     found = np.empty((count, keys, keys + 1), np.bool_)
     pairs = found[:, :, :keys]
     np.greater_equal(rows[:, None, :], rows[:, :, None], out=pairs)
-    pairs &= np.tri(keys, keys, -1, dtype=np.bool_).T
+    pairs &= _later(keys)
     found[:, :, keys] = True
     first: NDArray[np.int64] = found.argmax(-1)
     return first
 
 
-def _first_not_smaller_by_stack(rows: Wide) -> NDArray[np.int64]:
+@lru_cache(maxsize=64)
+def _later(keys: int) -> NDArray[np.bool_]:
+    """[S, S]: whether the second key comes after the first."""
+    return np.ascontiguousarray(np.tri(keys, keys, -1, dtype=np.bool_).T)
+
+
+def _first_not_smaller_by_stack(rows: NDArray[Any]) -> NDArray[np.int64]:
     """The same in linear time per row."""
     keys = rows.shape[1]
     out = np.full(rows.shape, keys, np.int64)
