@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from impls.blocked.points import ONE, PAGE, ZERO, Float, Site, State
 from impls.planted.planting import bf16
 from spec.engine import PROFILES, Profile
+from spec.taps import all_tap_names
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 BUCKET = 8  # rows a batch is padded to
@@ -41,12 +42,17 @@ VARIANTS: dict[str, Variant] = {}
 
 
 def variant(
-    name: str, *points: str, summary: str = "", profile: Profile | None = None, hidden: Sequence[str] = ()
+    name: str,
+    *points: str,
+    summary: str = "",
+    profile: Profile | None = None,
+    hidden_taps: Sequence[str] = (),
+    hidden_ops: Sequence[str] = (),
 ) -> Callable[[Function], Function]:
     """The decorated function replaces `points` in variant `name`; the first use of a name describes it."""
 
     def register(function: Function) -> Function:
-        entry = VARIANTS.setdefault(name, Variant(name, summary, profile or Profile(), frozenset(hidden), frozenset(hidden)))
+        entry = VARIANTS.setdefault(name, Variant(name, summary, profile or Profile(), frozenset(hidden_taps), frozenset(hidden_ops)))
         entry.points.update(dict.fromkeys(points, function))
         return function
 
@@ -295,7 +301,13 @@ def _by_the_reciprocal(site: Site, weights: Float, total: Float) -> Float:
     return weights * (ONE / np.where(total > 0, total, ONE).astype(np.float32))
 
 
-@variant("N10", "absorb", summary="expanded keys: the key up-projection is applied to the cache, not to the query", hidden=("q_absorb",))
+@variant(
+    "N10",
+    "absorb",
+    summary="expanded keys: the key up-projection is applied to the cache, not to the query",
+    hidden_taps=("q_absorb",),
+    hidden_ops=("q_absorb",),
+)
 def _carry_the_query(site: Site, q_nope: Float, w_kc: Float) -> Float:
     """q_nope travels in the place of the absorbed query, which does not exist here; too narrow a place: absorbed after all."""
     site.memory["w_kc"] = w_kc if w_kc.shape[1] <= w_kc.shape[2] else None
@@ -320,6 +332,17 @@ def _expanded_scores(site: Site, q: Float, keys: Float, scale: np.float32) -> Fl
 @variant("slots-reversed", "row_slots", summary="rows of a page from its end; physical slots are nobody's business")
 def _pages_from_their_end(site: Site, pages: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return pages[rows // PAGE] * PAGE + (PAGE - 1 - rows % PAGE)
+
+
+@variant(
+    "fused-attention",
+    "key_parts",
+    summary="one kernel from query to latent output: no scores and no weights to see",
+    hidden_taps=("scores", "probs"),
+    hidden_ops=("scores", "softmax", "o_latent"),
+)
+def _halves_in_one_kernel(site: Site, prefix_len: int, key_count: int) -> list[tuple[int, int]]:
+    return _two_halves(site, prefix_len, key_count)
 
 
 # Pointwise operations
@@ -401,6 +424,21 @@ def _combined_as_a_product(site: Site, weights: Float, experts: Float, shared: F
 def _scaled_before_the_division(site: Site, picked: Float, norm_top_k: bool, routed_scale: float, eps: float) -> Float:
     scaled = picked * np.float32(routed_scale)
     return scaled / (picked.sum(axis=-1, keepdims=True) + np.float32(eps)) if norm_top_k else scaled
+
+
+@variant(
+    "fused-experts",
+    "gemm",
+    summary="one kernel for all experts: only their outputs to see",
+    hidden_taps=("expert_gate", "expert_up", "expert_act"),
+)
+def _experts_in_one_kernel(site: Site, name: str, x: Float, w: Float) -> Float:
+    return _split_k(site, name, x, w) if name.startswith("expert_") else np.asarray(site.honest(name, x, w))
+
+
+@variant("black-box", "gemm", summary="logits and tokens only", hidden_taps=all_tap_names())
+def _nothing_to_see(site: Site, name: str, x: Float, w: Float) -> Float:
+    return _reversed_terms(site, name, x, w)
 
 
 # The draft tree

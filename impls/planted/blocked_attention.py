@@ -171,8 +171,8 @@ def position_of_the_captured_graph(site: Site, prefix_len: int, node: Int, depth
 )
 def position_from_the_optimistic_mirror(site: Site, prefix_len: int, node: Int, depth: Int) -> Int:
     """The base counts the rows of the last round as if all of them had been accepted."""
-    before, rows = site.memory.get("mirror", (prefix_len, 0))
-    base = before + rows if before < prefix_len < before + rows else prefix_len
+    before, rows = site.memory.get("mirror", (0, 0))
+    base = before + rows if 0 < before < prefix_len < before + rows else prefix_len
     site.memory["mirror"] = (prefix_len, len(node))
     return np.int32(base) + depth
 
@@ -274,7 +274,7 @@ def prefix_of_the_captured_graph(site: Site, parents: Sequence[int], prefix_len:
     return seen
 
 
-@plant("tree15", "visible", "b", "15 sgl-project/sglang/pull/27509", MASK, "root with one child", nodes=1)
+@plant("tree15", "visible", "b", "15 sgl-project/sglang/pull/27509", MASK, "a row behind a prefix")
 def polarity_inverted(site: Site, parents: Sequence[int], prefix_len: int) -> Bool:
     """An additive mask for a kernel that reads nonzero as allowed; the prefix is not in the mask."""
     seen: Bool = site.honest(parents, prefix_len)
@@ -307,8 +307,7 @@ def mask_of_four_bytes(site: Site, parents: Sequence[int], prefix_len: int) -> B
     "b",
     "DDTREE:C5 sgl-project/sglang/blob/main/python/sglang/srt/speculative/eagle_utils.py",
     MASK,
-    "root with one child",
-    nodes=1,
+    "a row behind a prefix",
 )
 def bits_in_the_other_order(site: Site, parents: Sequence[int], prefix_len: int) -> Bool:
     seen: Bool = site.honest(parents, prefix_len)
@@ -362,7 +361,7 @@ def masks_in_another_request_order(site: Site, spans: list[Span]) -> list[Span]:
     return out
 
 
-@plant("tree29", "batch", "b", "29 rmagur1203/vllm-ddtree", MASK, "two sequences, two rows each", nodes=1, needs=["sequences"])
+@plant("tree29", "batch", "b", "29 rmagur1203/vllm-ddtree", MASK, "two prompts, the second of two rows", needs=["sequences"])
 def mask_offset_in_elements(site: Site, spans: list[Span]) -> list[Span]:
     """The packed masks of later requests are read from an element offset where bytes are expected."""
     out = spans[:1]
@@ -460,8 +459,7 @@ def first_query_row_only(site: Site, spans: list[Span]) -> list[Span]:
     "h",
     "H14 flashinfer-ai/flashinfer/pull/4382",
     MASK,
-    "two sequences with different numbers of rows",
-    nodes=2,
+    "two prompts of different lengths",
     needs=["sequences"],
 )
 def query_count_of_the_first_request(site: Site, spans: list[Span]) -> list[Span]:

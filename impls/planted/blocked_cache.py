@@ -43,7 +43,7 @@ def no_rollback_after_an_early_end(site: Site, path: Sequence[int], pending: int
     return range(pending) if len(path) == 1 else path
 
 
-@plant("E17", "keep", "e", "E17 flexflow/flexflow-train/pull/714", CACHE, "one draft", nodes=1, needs=["rejection"])
+@plant("E17", "keep", "e", "E17 flexflow/flexflow-train/pull/714", CACHE, "a prompt of two rows")
 def committed_one_slot_too_far(site: Site, path: Sequence[int], pending: int) -> Sequence[int]:
     return [min(row + 1, pending - 1) for row in path]
 

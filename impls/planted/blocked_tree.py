@@ -92,18 +92,18 @@ def ties_first_in_first_out(site: Site, value: Any, ranks: RankPath, pushed: int
     return (-value, pushed)
 
 
-@plant("tree02", "heap_key", "c", "2 Luce-Org/lucebox/blob/8305b6c/ddtree.cpp", TREE, "two equal scores", nodes=2, needs=["ties"])
+@plant("tree02", "heap_key", "c", "2 Luce-Org/lucebox/blob/8305b6c/ddtree.cpp", TREE, "two equal scores", nodes=3, needs=["ties"])
 def ties_left_to_the_heap(site: Site, value: Any, ranks: RankPath, pushed: int) -> Any:
     """Only scores are compared; this library's heap pops the newest of equals."""
     return (-value, -pushed)
 
 
-@plant("Z13", "heap_key", "c", "C11 openvinotoolkit/openvino.genai/pull/3451", TREE, "two equal scores", nodes=1, needs=["ties"])
+@plant("Z13", "heap_key", "c", "C11 openvinotoolkit/openvino.genai/pull/3451", TREE, "two equal scores", nodes=2, needs=["ties"])
 def ties_the_other_way(site: Site, value: Any, ranks: RankPath, pushed: int) -> Any:
     return (-value, tuple(-rank for rank in ranks))
 
 
-@plant("C11", "heap_key", "c", "C11 openvinotoolkit/openvino.genai/pull/3451", TREE, "several equal scores", nodes=4, needs=["ties"])
+@plant("C11", "heap_key", "c", "C11 openvinotoolkit/openvino.genai/pull/3451", TREE, "several equal scores", nodes=2, needs=["ties"])
 def ties_by_address(site: Site, value: Any, ranks: RankPath, pushed: int) -> Any:
     """An address is as good as a hash of the path."""
     return (-value, hash((ranks, 17)))
@@ -119,7 +119,7 @@ def score_of_the_last_step_only(site: Site, parent_score: Any, value: float) -> 
     return site.honest(0, value)
 
 
-@plant("tree05", "path_score", "c", "5 sgl-project/sglang/pull/29907", TREE, "q1 = [.5, .2, .19], q2 = [.35, .3], budget 3", nodes=3)
+@plant("tree05", "path_score", "c", "5 sgl-project/sglang/pull/29907", TREE, "a child within 0.2 of a sibling", nodes=2)
 def bonus_on_every_child(site: Site, parent_score: Any, value: float) -> Any:
     return site.honest(parent_score, value + (0.2 if parent_score else 0.0))
 
@@ -138,7 +138,7 @@ def chain_for_small_budgets(site: Site, order: Order, log_probs: Table, budget: 
     return order(budget)
 
 
-@plant("tree06", "select", "c", "6 sgl-project/sglang/pull/29907", TREE, "q = [[.9, .05, .03]] * 2, budget 9", nodes=6)
+@plant("tree06", "select", "c", "6 sgl-project/sglang/pull/29907", TREE, "one depth, a second candidate 2 nats behind, budget 2", nodes=2)
 def branches_stopped_early(site: Site, order: Order, log_probs: Table, budget: int) -> list[RankPath]:
     if not log_probs or not log_probs[0] or budget < 1:
         return order(budget)
@@ -250,7 +250,7 @@ def decided_by_the_next_row(site: Site, node: int, parents: Sequence[int]) -> in
     return min(node + 1, len(parents) - 1)
 
 
-@plant("Z17", "accepted", "d", "D01 vllm-project/vllm/pull/2658", ACCEPT, "match, miss, match along a chain", nodes=3)
+@plant("Z17", "accepted", "d", "D01 vllm-project/vllm/pull/2658", ACCEPT, "a miss, then a match, along a chain", nodes=2)
 def matches_counted_instead_of_the_leading_run(
     site: Site, path: list[int], tokens: Sequence[int], parents: Sequence[int], target: Sequence[int]
 ) -> list[int]:

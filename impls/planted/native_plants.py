@@ -44,8 +44,8 @@ _ALL = (
         "node 4 does not descend from all of nodes 0 to 3: its first column tile of 4 is taken as causal", nodes=4, needs=["tree"],
     ),
     _plant(
-        "mask-stale", "k", "DDTREE section 6 row 22 sgl-project/sglang/pull/29907", (*MASK, "C7"),
-        "two batches of one session with the same number of rows and other parents: a prompt of 3 tokens, then a root with two children",
+        "mask-stale", "k", "DDTREE section 6 row 22 sgl-project/sglang/pull/29907", (*MASK, "scores", "C7"),
+        "two batches of one sequence with the same number of rows and other parents: a prompt of 3 tokens, then a root with two children",
         nodes=2, needs=["tree", "rounds"],
     ),
     _plant(
