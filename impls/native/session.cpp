@@ -56,8 +56,10 @@ void Session::plan_batch(const BatchRows& rows, Plan& plan) {
       parents.push_back(parent < 0 ? -1 : local[static_cast<std::size_t>(parent)]);
     }
 #ifdef PARITREE_PLANT_MASK_STALE
-    // as a graph is captured once per number of rows: the parents of its first replay stay in its buffers
-    const Ancestors ancestors(captured_parents_.try_emplace(parents.size(), parents).first->second);
+    // as a graph is captured once per request and number of rows: the parents of its first replay stay in its buffers
+    auto& captured = captured_parents_[sequence];
+    if (prefix == 0) captured.clear();
+    const Ancestors ancestors(captured.try_emplace(parents.size(), parents).first->second);
 #else
     const Ancestors ancestors(parents);
 #endif

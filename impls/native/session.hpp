@@ -104,7 +104,7 @@ class Session {
   Cache cache_;
   std::map<std::string, Buffer> buffers_;  // by the name of what they hold; kept between batches
 #ifdef PARITREE_PLANT_MASK_STALE
-  std::map<std::size_t, std::vector<int32_t>> captured_parents_;  // by number of rows
+  std::map<int32_t, std::map<std::size_t, std::vector<int32_t>>> captured_parents_;  // by sequence and number of rows
 #endif
 };
 
