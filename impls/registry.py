@@ -2,6 +2,8 @@
 
     golden, blocked, native        ours
     blocked:Z08, native:mask-tile  ours with a plant or a benign variant
+    blind+blocked:Z08              any of these as a black box: logits and tokens only (impls/blind.py)
+    transformers, llama.cpp, mlx, torch-ops, command:LINE, http://...   engines that nobody here wrote (impls/peers)
     mine                           an entry point of the group `paritree.engines`
     ./libmine.so                   a shared library with the C ABI (a slash or .so, .dylib makes it a path)
     package.module:Class           imported and called without arguments; an object that is no class or function is taken as it is
@@ -19,12 +21,14 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from impls import peers
 from impls.native.adapter import EngineLoadError
 from spec.engine import Engine
 
 __all__ = ["EngineLoadError", "UnknownEngine", "known_engines", "prepare", "resolve"]
 
 GROUP = "paritree.engines"
+BLIND = "blind+"
 LIBRARY_SUFFIXES = (".so", ".dylib")
 
 
@@ -34,9 +38,15 @@ class UnknownEngine(LookupError):
 
 def resolve(spec: str) -> Engine:
     """The engine named by `spec`. Raises UnknownEngine, or EngineLoadError where it exists but cannot be loaded."""
+    if spec.startswith(BLIND):
+        from impls.blind import engine
+
+        return engine(spec.removeprefix(BLIND))
     name, _, variant = spec.partition(":")
     if name in _OWN:
         return _OWN[name](variant or None)
+    if name in peers.NAMES:
+        return _peer(name, variant or None)
     if os.sep in spec or spec.endswith(LIBRARY_SUFFIXES):
         from impls.native.adapter import load_library
 
@@ -54,14 +64,28 @@ def prepare(spec: str) -> None:
 
     For a supervisor, before its workers start under a deadline. Raises as `resolve` does.
     """
-    name, _, variant = spec.partition(":")
+    name, _, variant = spec.removeprefix(BLIND).partition(":")
     if name == "native":
         _built(variant or None)
 
 
 def known_engines() -> tuple[str, ...]:
-    """Our engines and the installed entry points."""
-    return (*_OWN, *sorted(_entry_points()))
+    """Our engines, the peers whose packages are installed, and the installed entry points."""
+    return (*_OWN, *peers.installed(), *sorted(_entry_points()))
+
+
+def _peer(name: str, variant: str | None) -> Engine:
+    """Whatever a peer raises while it loads is the peer's, hence the wide except."""
+    try:
+        return peers.engine(name, variant)
+    except peers.UnknownVariant as problem:
+        raise UnknownEngine(str(problem)) from None
+    except peers.PeerMissing as problem:
+        raise EngineLoadError(name, str(problem), "the peer's packages must be installed", "install the extra `peers`") from None
+    except Exception as problem:
+        raise EngineLoadError(
+            name, f"{type(problem).__name__}: {problem}", "the peer must load", "see docs/found.md and impls/peers"
+        ) from problem
 
 
 def _golden(variant: str | None) -> Engine:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from impls import registry
+from impls import peers, registry
 from impls.golden import GoldenEngine
 from impls.native import build
 from impls.registry import EngineLoadError, UnknownEngine, known_engines, prepare, resolve
@@ -87,7 +87,7 @@ def test_an_entry_point_is_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == registry.GROUP else ())
     assert isinstance(resolve("theirs"), GoldenEngine)
-    assert known_engines() == ("golden", "blocked", "native", "gone", "theirs")
+    assert known_engines() == ("golden", "blocked", "native", *peers.installed(), "gone", "theirs")
     with pytest.raises(EngineLoadError, match="No module named 'no_such_module'"):
         resolve("gone")
     with pytest.raises(
