@@ -10,13 +10,15 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from impls.registry import GROUP, LIBRARY_SUFFIXES
+from impls.registry import BLIND, GROUP, LIBRARY_SUFFIXES
 
 HERE = str(Path(__file__).resolve().parent.parent)  # where our own engines are imported from
 
 
 def locator(engine: str) -> dict[str, Any]:
     """A name that fits no form is kept as a module: repro.py then says that it cannot be loaded, and asks for --engine."""
+    if engine.startswith(BLIND):
+        return _python("impls.blind:engine", [engine.removeprefix(BLIND)])
     name, _, variant = engine.partition(":")
     if name == "native":
         from impls.native import build

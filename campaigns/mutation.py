@@ -7,17 +7,22 @@ rules, and as reproduced when the capsule's repro.py fails again in a fresh proc
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from campaigns.repro import FAILS_AGAIN
-from campaigns.runner import EngineResult, NotLoadable, Options, check_engine
+from campaigns.runner import EngineResult, NotLoadable, Options, check_engine, machine
 from impls.planted import Plant
+from impls.registry import BLIND
 from reports.store import Store
 
 REPRO_S = 120.0  # a fresh process with NumPy and the engine; a hang costs the program's own limit
@@ -45,9 +50,12 @@ class Score:
     finding_id: str
 
 
+COLUMNS = frozenset(field.name for field in dataclasses.fields(Score))
+
+
 def measured(plant: Plant, run_id: str, options: Options) -> Score:
-    """One check of one plant, stopped at its first finding, which is minimised and reproduced."""
-    result = check_engine(plant.engine, run_id, dataclasses.replace(options, stop_at_first=True, jobs=options.jobs or 1))
+    """One check of one plant, stopped at its first finding, which is minimised and reproduced. Raises NotLoadable."""
+    result = check_engine(plant.engine, run_id, dataclasses.replace(options, stop_at_first=True, jobs=1))
     finding = first_finding(result, plant.expected_ops)
     base: dict[str, Any] = {
         "mutant": plant.name,
@@ -100,62 +108,155 @@ def reproduces(folder: Path, *, hangs: bool = False) -> bool:
     return ended.returncode == FAILS_AGAIN
 
 
-def false_alarm(engine: str, name: str, run_id: str, options: Options) -> Score:
-    """A benign variant: `found` is a false alarm. Raises NotLoadable."""
-    result = check_engine(engine, run_id, dataclasses.replace(options, stop_at_first=True, minimise=False, jobs=options.jobs or 1))
-    finding = first_finding(result, ())
-    return Score(
-        mutant=name,
-        benign=True,
-        source="",
-        defect_class="benign",
-        expected_op="",
-        found_op="" if finding is None else str(finding["fingerprint"][2]),
-        found=finding is not None,
-        localised=False,
-        reproduced=False,
-        minimal_nodes=-1,
-        stated_nodes=-1,
-        seconds=result.first_finding_s,
-        checks=0,
-        trials=result.trials,
-        finding_id="" if finding is None else str(finding["finding_id"]),
-    )
+def blind(plant: Plant) -> Plant:
+    """The plant in an engine that shows logits and tokens only: there is no op to name, only the phase, so every place counts as right."""
+    return dataclasses.replace(plant, engine=BLIND + plant.engine)
 
 
-def campaign(plants: Sequence[Plant], variants: Sequence[tuple[str, str]], options: Options, say: Any = print) -> list[Score]:
-    """Every plant, then every benign variant ((name, engine)); rows go to the store one by one."""
+def key_of(mutant: str, mode: str, seed: int) -> str:
+    return f"{mutant} {mode} seed {seed}"
+
+
+def done(results: Path) -> dict[str, dict[str, Any]]:
+    """Records by key; the last one of a key stands. A line that was cut by a kill is left out."""
+    out: dict[str, dict[str, Any]] = {}
+    for line in results.read_text("utf-8").splitlines() if results.exists() else ():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        out[key_of(record["mutant"], record["mode"], record["seed"])] = record
+    return out
+
+
+def campaign(
+    plants: Sequence[Plant], options: Options, results: Path, *, mode: str = "taps", at_once: int = 1, say: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
+    """Every plant that `results` (JSON lines) does not hold yet, `at_once` of them side by side on a core each; a line and a row of the store
+    for each as soon as it is known."""
+    known = done(results)
+    waiting = [plant for plant in plants if key_of(plant.name, mode, options.seed) not in known]
+    results.parent.mkdir(parents=True, exist_ok=True)
     with Store.create_or_open(options.store) as store:
         run_id = store.start_run(
-            {"purpose": "mutation", "command": options.command, "seed": str(options.seed), "budget": f"{options.trials} trials"}
+            {"purpose": "mutation", "command": options.command, "seed": str(options.seed), "budget": options.budget, "machine": machine()}
         )
-        scores: list[Score] = []
-        with store.writer(run_id, "mutation") as writer:
-            for plant in plants:
+        trials = 0
+        with (
+            store.writer(run_id, f"mutation-{os.getpid()}") as writer,
+            ThreadPoolExecutor(at_once) as pool,
+            results.open("a", encoding="utf-8") as file,
+        ):
+
+            def one(plant: Plant) -> dict[str, Any]:
                 began = time.monotonic()
                 try:
-                    score = measured(plant, run_id, options)
+                    score = dataclasses.asdict(measured(blind(plant) if mode == "blind" else plant, run_id, options))
                 except NotLoadable as problem:
-                    say(f"{plant.name}: cannot be loaded: {problem}")
+                    return {"mutant": plant.name, "error": str(problem)}
+                return score | {"mode": mode, "seed": options.seed, "kind": plant.kind, "wall_s": round(time.monotonic() - began, 2)}
+
+            for future in as_completed([pool.submit(one, plant) for plant in waiting]):
+                record = future.result()
+                if "error" in record:
+                    say(f"{record['mutant']}: cannot be loaded: {record['error']}")
                     continue
-                scores.append(score)
-                writer.add_mutation(dataclasses.asdict(score))
+                trials += record["trials"]
+                writer.add_mutation({name: record[name] for name in COLUMNS})
                 writer.flush()
-                say(f"{in_words(score)} ({time.monotonic() - began:.1f} s)")
-            for name, engine in variants:
-                score = false_alarm(engine, name, run_id, options)
-                scores.append(score)
-                writer.add_mutation(dataclasses.asdict(score))
-                say(in_words(score))
-        store.finish_run(run_id, {"stopped": "complete", "trials": sum(score.trials for score in scores)})
-    return scores
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+                known[key_of(record["mutant"], mode, options.seed)] = record
+                say(f"{in_words(record)} ({record['wall_s']} s)")
+        store.finish_run(run_id, {"stopped": "complete", "trials": trials})
+    return [known[key] for plant in plants if (key := key_of(plant.name, mode, options.seed)) in known]
 
 
-def in_words(score: Score) -> str:
-    if score.benign:
-        return f"{score.mutant}: {'FALSE ALARM in ' + score.found_op if score.found else 'clean'} after {score.trials} trials"
-    if not score.found:
-        return f"{score.mutant}: NOT FOUND in {score.trials} trials (expected {score.expected_op})"
-    place = "localised" if score.localised else f"NOT LOCALISED (expected {score.expected_op})"
-    again = "reproduced" if score.reproduced else "NOT REPRODUCED"
-    return f"{score.mutant}: found in {score.found_op}, {place}, {score.minimal_nodes} nodes (stated {score.stated_nodes}), {score.checks} checks, {again}"
+def in_words(record: Mapping[str, Any]) -> str:
+    if not record["found"]:
+        return f"{record['mutant']}: NOT FOUND in {record['trials']} trials (expected {record['expected_op']})"
+    place = "localised" if record["localised"] else f"NOT LOCALISED (expected {record['expected_op']})"
+    again = "reproduced" if record["reproduced"] else "NOT REPRODUCED"
+    size = f"{record['minimal_nodes']} nodes (stated {record['stated_nodes']}), {record['checks']} checks"
+    return f"{record['mutant']}: found in {record['found_op']} after {record['seconds']:.1f} s, {place}, {size}, {again}"
+
+
+# ---- engines that are right ----------------------------------------------------------------------------------------------------------
+
+
+def benign_trials(
+    engines: Sequence[str], trials: int, options: Options, *, at_once: int, each: int = 2500, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """`trials` over engines that are right, in pieces of about `each` with a seed of their own: what every trial ended with. A finding is a
+    false alarm."""
+    pieces = max(len(engines), math.ceil(trials / each))
+    with Store.create_or_open(options.store) as store:
+        run_id = store.start_run(
+            {
+                "purpose": "false-alarms",
+                "command": options.command,
+                "seed": str(options.seed),
+                "budget": f"{trials} trials",
+                "machine": machine(),
+            }
+        )
+        totals: dict[str, Any] = {
+            "trials": 0,
+            "frozen_mix_sessions": 0,
+            "by_kind": {},
+            "verdicts": {},
+            "false_alarms": [],
+            "not_loadable": [],
+        }
+
+        def one(number: int) -> EngineResult | str:
+            engine = engines[number % len(engines)]
+            share = trials // pieces + (number < trials % pieces)
+            try:
+                return check_engine(
+                    engine,
+                    run_id,
+                    dataclasses.replace(options, trials=share, jobs=1, seed=options.seed + number, minimise=False, stop_at_first=False),
+                )
+            except NotLoadable as problem:
+                return f"{engine}: {problem}"
+
+        by_engine: dict[str, list[EngineResult]] = {}
+        with ThreadPoolExecutor(at_once) as pool:
+            for future in as_completed([pool.submit(one, number) for number in range(pieces)]):
+                result = future.result()
+                if isinstance(result, str):
+                    totals["not_loadable"].append(result)
+                    continue
+                by_engine.setdefault(result.engine, []).append(result)
+                totals["trials"] += result.trials
+                totals["frozen_mix_sessions"] += result.frozen
+                for name, counts in (("by_kind", result.by_kind), ("verdicts", result.verdicts)):
+                    for key, count in counts.items():
+                        totals[name][key] = totals[name].get(key, 0) + count
+                totals["false_alarms"] += [
+                    {"engine": result.engine, "message": event["message"], "case": event["case"]} for event in result.findings.values()
+                ]
+                say(f"{result.engine}: {result.trials} trials, {len(result.findings)} alarms, {result.seconds:.1f} s")
+        with store.writer(run_id, "false-alarms") as writer:
+            for engine, parts in sorted(by_engine.items()):
+                alarms = [event for part in parts for event in part.findings.values()]
+                writer.add_mutation(
+                    {
+                        "mutant": engine,
+                        "benign": True,
+                        "defect_class": "benign",
+                        "found": bool(alarms),
+                        "minimal_nodes": -1,
+                        "stated_nodes": -1,
+                        "found_op": alarms[0]["fingerprint"][2] if alarms else "",
+                        "seconds": -1.0,
+                        "trials": sum(part.trials for part in parts),
+                        "finding_id": alarms[0]["finding_id"] if alarms else "",
+                    }  # fmt: skip
+                )
+        store.finish_run(run_id, {"stopped": "complete", "trials": totals["trials"]})
+    total = max(1, totals["trials"])
+    totals["sessions"] = totals["by_kind"].get("session", 0)
+    totals["rates"] = {name: totals["verdicts"].get(name, 0) / total for name in ("UNVERIFIED", "WARNING", "TIE", "UNSUPPORTED")}
+    return totals

@@ -70,6 +70,7 @@ class EngineResult:
     failing: int = 0
     seconds: float = 0.0
     by_kind: dict[str, int] = field(default_factory=dict)
+    verdicts: dict[str, int] = field(default_factory=dict)  # of trials
     tallies: dict[str, dict[str, Any]] = field(default_factory=dict)
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)  # finding_id -> last event
     first_finding_s: float = -1.0
@@ -98,7 +99,7 @@ class EngineResult:
     def plain(self) -> dict[str, Any]:
         return {
             "engine": self.engine, "trials": self.trials, "frozen_mix_sessions": self.frozen, "failing_trials": self.failing, "seconds": round(self.seconds, 3),
-            "by_kind": self.by_kind, "ladder": self.tallies, "first_failing_rung": self.first_failing_rung, "checked": self.verified,
+            "by_kind": self.by_kind, "verdicts": self.verdicts, "ladder": self.tallies, "first_failing_rung": self.first_failing_rung, "checked": self.verified,
             "unverified_share": self.unverified_share, "findings": list(self.findings.values()), "nothing": self.nothing,
         }  # fmt: skip
 
@@ -212,8 +213,9 @@ def _minimise(
 def _merge(result: EngineResult, event: Mapping[str, Any]) -> None:
     for name in ("trials", "frozen", "failing"):
         setattr(result, name, getattr(result, name) + int(event[name]))
-    for kind, trials in event["by_kind"].items():
-        result.by_kind[kind] = result.by_kind.get(kind, 0) + trials
+    for sums, counts in ((result.by_kind, event["by_kind"]), (result.verdicts, event["verdicts"])):
+        for name, trials in counts.items():
+            sums[name] = sums.get(name, 0) + trials
     for rung in RUNGS:
         if rung in event["tallies"]:
             part = event["tallies"][rung]

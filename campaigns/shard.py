@@ -26,6 +26,7 @@ from campaigns.fingerprint import Fingerprint
 from campaigns.isolation import EngineLoadError, Supervisor
 from campaigns.strategies import in_frozen_mix
 from campaigns.trial import Bench, Outcome, patience, takes_views
+from impls.registry import UnknownEngine
 from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict
 from reports.store import Store
 from reports.store import fingerprint as store_fingerprint
@@ -88,6 +89,7 @@ class Shard:
         self.hangs: collections.Counter[str] = collections.Counter()
         self.tallies = {rung: Tally() for rung in RUNGS}
         self.counts = {"trials": 0, "frozen": 0, "failing": 0}
+        self.verdicts: collections.Counter[str] = collections.Counter()  # of trials
         self.first_finding_s = -1.0
 
     def _known_minima(self) -> dict[Fingerprint, dict[str, Any]]:
@@ -142,7 +144,14 @@ class Shard:
         self.flush_hits()
         self.writer.flush()
         tallies = {rung: tally.plain() for rung, tally in self.tallies.items() if tally.judgements}
-        self.say("discovered", **self.counts, by_kind=discovery.done, tallies=tallies, first_finding_s=self.first_finding_s)
+        self.say(
+            "discovered",
+            **self.counts,
+            by_kind=discovery.done,
+            verdicts=dict(self.verdicts),
+            tallies=tallies,
+            first_finding_s=self.first_finding_s,
+        )
 
     def record(self, outcome: Outcome) -> bool:
         """Write a trial; whether it is a finding with a new fingerprint."""
@@ -151,6 +160,7 @@ class Shard:
         self.counts["trials"] += 1
         self.counts["frozen"] += in_frozen_mix(case)
         self.counts["failing"] += found is not None
+        self.verdicts[str(outcome.verdict)] += 1
         name = case_id(case)
         by_rung: dict[str, list[Judgement]] = {}
         for judgement in outcome.judgements:
@@ -345,7 +355,7 @@ def main() -> int:
                 result = minimise.minimised(job)
                 print(json.dumps({"event": "minimised", **result}), file=events, flush=True)
         return 0
-    except EngineLoadError as problem:
+    except (EngineLoadError, UnknownEngine) as problem:
         print(json.dumps({"event": "not loadable", "message": str(problem)}), file=events, flush=True)
         return 3
     except Exception as problem:

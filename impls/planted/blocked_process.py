@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from impls.blocked.points import Float, Site
 from impls.planted.planting import ANY, plant
 
-ANYWHERE: tuple[str, ...] = ("matmul", "moe")  # a crash is located by the step or op in which it happened
+ANYWHERE: tuple[str, ...] = ("matmul", "moe", "forward", "generate")  # a crash is located by the step or op in which it happened
 
 
 def _hang() -> None:

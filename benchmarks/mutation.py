@@ -1,0 +1,152 @@
+"""python -m benchmarks.mutation [--blind] [--budget-per-plant 60s] [--part 0/4] [--jobs 2] [--results FILE.jsonl] [--only NAME ...]
+
+The mutation score: each plant is checked as a user's engine would be, by the default nightly generator that knows nothing of it, on one core until
+its first finding or the end of its budget; the finding is minimised and its capsule replayed in a fresh process. `--blind` shows the judge logits
+and tokens only. Results are appended plant by plant and skipped when the command runs again (`--again` measures anew).
+
+    python -m benchmarks.mutation --summary                        the table of what is known
+    python -m benchmarks.mutation --benign --trials 200000 --jobs 16   false alarms; prints the totals as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from campaigns.mutation import benign_trials, campaign, done
+from campaigns.runner import Options
+from impls.planted import Plant
+from impls.planted.benign import VARIANTS
+from impls.planted.mutants import PLANTS
+from impls.planted.native_plants import PLANTS as NATIVE_PLANTS
+from paritree.cli import budget_of
+
+RESULTS = Path(__file__).parent / "results" / "mutation.jsonl"
+SUMMARY = RESULTS.with_suffix(".json")
+TARGETS = {"found with taps": 0.98, "found blind": 0.90, "right op": 0.99, "minimal nodes, median": 4, "shrinking checks, largest": 120}
+MINIMISE_S = 30.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--blind", action="store_true", help="logits and tokens only")
+    parser.add_argument("--budget-per-plant", default="60s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="0/1", help="i/n: every n-th plant, for job arrays")
+    parser.add_argument("--jobs", type=int, default=1, help="plants (or pieces of the benign run) side by side, a core each")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines, appended")
+    parser.add_argument("--store", default="", help="folder of the store; a temporary one without it")
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--kind", choices=("python", "native", "all"), default="all")
+    parser.add_argument("--again", action="store_true", help="measure also what the results hold already")
+    parser.add_argument("--summary", action="store_true", help="print the table of the results and write it; run nothing")
+    parser.add_argument("--benign", action="store_true", help="engines that are right: count false alarms")
+    parser.add_argument("--trials", type=int, default=20_000, help="of the benign run")
+    arguments = parser.parse_args()
+    if arguments.summary:
+        return summarised(arguments.results)
+    command = " ".join(["python -m benchmarks.mutation", *sys.argv[1:]])
+    with tempfile.TemporaryDirectory(prefix="paritree-mutation-") as folder:
+        store = arguments.store or str(Path(folder) / "store")
+        if arguments.benign:
+            options = Options(store=store, seed=arguments.seed, command=command)
+            totals = benign_trials(honest_engines(), arguments.trials, options, at_once=arguments.jobs, say=log)
+            print(json.dumps(totals))
+            return int(bool(totals["false_alarms"] or totals["not_loadable"]))
+        seconds, trials = budget_of(arguments.budget_per_plant)
+        options = Options(
+            store=store, seconds=seconds, trials=trials or 10**9, seed=arguments.seed, command=command, budget=arguments.budget_per_plant,
+            minimise_seconds=MINIMISE_S,
+        )  # fmt: skip
+        log(f"seed {arguments.seed}, {arguments.budget_per_plant} per plant, {arguments.jobs} side by side")
+        mode = "blind" if arguments.blind else "taps"
+        results = arguments.results
+        plants = chosen(arguments.kind, arguments.part, arguments.only)
+        if arguments.again:
+            forget(results, {plant.name for plant in plants}, mode, arguments.seed)
+        records = campaign(plants, options, results, mode=mode, at_once=arguments.jobs, say=log)
+    print(json.dumps(totals_of(records)))
+    return 0
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def chosen(kind: str, part: str, only: Sequence[str]) -> list[Plant]:
+    plants: list[Plant] = [*PLANTS.values(), *NATIVE_PLANTS.values()]
+    if only:
+        return [plant for plant in plants if plant.name in only]
+    number, parts = (int(word) for word in part.split("/"))
+    return [plant for plant in plants if kind in (plant.kind, "all")][number::parts]
+
+
+def honest_engines() -> list[str]:
+    """No compiler is needed for any of them."""
+    return ["golden", "blocked", "blind+blocked", *(f"blocked:{name}" for name in VARIANTS)]
+
+
+def forget(results: Path, names: set[str], mode: str, seed: int) -> None:
+    """Take the records of these plants out of the results."""
+    kept = [r for r in done(results).values() if not (r["mutant"] in names and r["mode"] == mode and r["seed"] == seed)]
+    if results.exists():
+        results.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+
+
+# ---- the score -----------------------------------------------------------------------------------------------------------------------
+
+
+def totals_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    found = [r for r in records if r["found"]]
+    minimal = [r["minimal_nodes"] for r in found if r["minimal_nodes"] >= 0]
+    checks = [r["checks"] for r in found]
+    return {
+        "plants": len(records),
+        "found": len(found),
+        "seconds_median": round(statistics.median([r["seconds"] for r in found]), 2) if found else -1,
+        "seconds_max": round(max((r["seconds"] for r in found), default=-1), 2),
+        "right_op": sum(r["localised"] for r in found),
+        "reproduced": sum(r["reproduced"] for r in found),
+        "minimised": len(minimal),
+        "nodes_median": statistics.median(minimal) if minimal else -1,
+        "nodes_at_most_stated": sum(0 <= r["minimal_nodes"] <= max(r["stated_nodes"], 0) for r in found),
+        "checks_median": statistics.median(checks) if checks else -1,
+        "checks_max": max(checks, default=-1),
+        "missed": sorted(r["mutant"] for r in records if not r["found"]),
+        "elsewhere": sorted(r["mutant"] for r in found if not r["localised"]),
+        "not_reproduced": sorted(r["mutant"] for r in found if not r["reproduced"]),
+        "above_stated": sorted(r["mutant"] for r in found if not 0 <= r["minimal_nodes"] <= max(r["stated_nodes"], 0)),
+    }
+
+
+def summarised(results: Path) -> int:
+    """The table per class, of both modes; also written beside the results."""
+    records = list(done(results).values())
+    modes = {mode: [r for r in records if r["mode"] == mode] for mode in ("taps", "blind")}
+    classes = sorted({r["defect_class"] for r in records})
+    print(f"{'class':44} {'with taps':>12} {'right op':>9} {'nodes':>6} {'blind':>9}")
+    for name in [*classes, ""]:
+        taps, blind = ([r for r in modes[mode] if name in ("", r["defect_class"])] for mode in ("taps", "blind"))
+        whole = totals_of(taps)
+        print(
+            f"{name or 'all':44} {whole['found']:>6} /{whole['plants']:>4} {whole['right_op']:>9} {whole['nodes_median']:>6}"
+            f" {sum(r['found'] for r in blind):>4} /{len(blind):>3}"
+        )
+    body = {
+        "command": "python -m benchmarks.mutation; python -m benchmarks.mutation --blind; python -m benchmarks.mutation --summary",
+        "targets": TARGETS,
+        **{mode: totals_of(rows) for mode, rows in modes.items() if rows},
+    }
+    results.with_suffix(".json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(body, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
