@@ -18,7 +18,7 @@ from spec.script import OpCall
 ELEMENTS_MAX = 20_000  # of all inputs; beyond it the source is too long to read, and repro.py serves
 
 _HEAD = """// {title}
-// c++ -std=c++17 repro.cpp -ldl -o repro && ./repro [engine.so]     exit 1: fails again, 0: does not, 4: the engine cannot be loaded
+// c++ -std=c++20 repro.cpp -ldl -o repro && ./repro [engine.so]     exit 1: fails again, 0: does not, 4: the engine cannot be loaded
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

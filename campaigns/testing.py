@@ -9,6 +9,7 @@ from campaigns.case import Case, from_json
 from campaigns.isolation import EngineLoadError, Supervisor
 from campaigns.recorded import Divergence
 from campaigns.trial import Bench, Outcome, patience
+from impls.registry import UnknownEngine
 from oracles.judgement import FINDINGS, Verdict
 from spec.engine import Description
 
@@ -46,6 +47,6 @@ def check_loadable(engine: str) -> str:
     """Empty, or why the engine cannot be loaded."""
     try:
         Supervisor(engine, deadline_s=patience()).close()
-    except EngineLoadError as problem:
+    except (EngineLoadError, UnknownEngine) as problem:
         return str(problem)
     return ""

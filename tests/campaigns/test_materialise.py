@@ -62,6 +62,7 @@ def test_lattice_operands_leave_one_possible_float32_result(op: str) -> None:
         call = op_call(OpCase(op, case.dims, params, "lattice", case.seed))
         golden = OPS[op].function(call.inputs, call.params)["out"]
         doubles = {name: array.astype(np.float64) if array.dtype == np.float32 else array for name, array in call.inputs.items()}
+        doubles["rank"] = np.array(call.params.get("kv_rank", 0))
         plain = {
             "matmul": lambda a: a["x"] @ a["w"],
             "q_absorb": lambda a: np.einsum("thn,hnr->thr", a["q_nope"], a["w_kc"]),
@@ -69,17 +70,17 @@ def test_lattice_operands_leave_one_possible_float32_result(op: str) -> None:
             "o_latent": lambda a: np.einsum("ths,sr->thr", a["probs"], a["latent"]),
             "o_heads": lambda a: np.einsum("thr,hrv->thv", a["o_latent"], a["w_vc"]),
             "combine": lambda a: np.einsum("tk,tkn->tn", a["weights"], a["experts"]) + a["shared"],
-            "tree_attention": lambda a: _pointed(a, int(call.params["kv_rank"])),
+            "tree_attention": _pointed,
         }[op](doubles)
         assert (golden == plain).all(), case
 
 
-def _pointed(a: dict[str, np.ndarray], rank: int) -> np.ndarray:
+def _pointed(a: dict[str, np.ndarray]) -> np.ndarray:
     """Attention whose weights are one-hot (or equal among equal rows): the latent of the key that the query points at."""
     scores = np.einsum("thc,sc->ths", a["q"], a["cache"])
     scores[np.broadcast_to(a["visible"][:, None, :] == 0, scores.shape)] = -np.inf
     seen = np.isfinite(scores.max(axis=-1))
-    out = a["cache"][scores.argmax(axis=-1), :rank]
+    out = a["cache"][scores.argmax(axis=-1), : int(a["rank"])]
     return np.where(seen[..., None], out, 0.0)
 
 

@@ -1,0 +1,197 @@
+"""Campaigns end to end: shards, the store, the ladder, nights, and a kill in the middle. Engines are small, budgets are trials."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from campaigns import nightly, runner
+from campaigns.capsule import read
+from campaigns.case import OpCase, to_json
+from campaigns.fingerprint import Fingerprint
+from campaigns.isolation import Supervisor
+from campaigns.replay import replayed, stored
+from campaigns.runner import NotLoadable, Options, check, check_engine
+from campaigns.trial import patience
+from oracles.judgement import RUNGS
+from reports.store import Store, StoreError
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the toy engine as module `toy_under_test`; write `wrong` into it to break the engine."""
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    shutil.copy(HERE / "toy_engine.py", folder / "toy_under_test.py")
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+
+
+ENGINE = "toy_under_test:Engine"
+
+
+def options(tmp_path: Path, **changes: object) -> Options:
+    return Options(**{"store": str(tmp_path / "store"), "trials": 200, "jobs": 1, "minimise_seconds": 20.0, **changes})  # type: ignore[arg-type]
+
+
+def test_an_honest_engine_climbs_the_whole_ladder(tmp_path: Path) -> None:
+    run_id, (result,) = check(["blocked"], options(tmp_path, trials=120, jobs=2))
+    assert result.findings == {} and result.failing == 0
+    assert result.first_failing_rung == ""
+    assert result.trials >= 120 and result.frozen > 0
+    assert list(result.tallies) == [rung for rung in RUNGS if rung in result.tallies]
+    assert {"ops", "prefill", "tree verify", "accept and commit"} <= set(result.tallies)
+    assert result.verified > 100_000
+    with Store.create_or_open(tmp_path / "store", readonly=True) as store:
+        assert len(store.table("trials")) == result.trials
+        assert (store.table("judgements").judgements.sum()) == sum(t["judgements"] for t in result.tallies.values())
+        (run,) = store.runs()
+        assert (run["run_id"], run["stopped"], run["trials"]) == (run_id, "complete", result.trials)
+        coverage = store.table("coverage")
+        assert (coverage.trials == 0).any() and (coverage.trials > 0).any()  # cells are declared, and some are reached
+
+
+def test_a_defect_is_found_minimised_located_and_kept(tmp_path: Path, toy: Path) -> None:
+    (toy / "wrong").write_text("wrong")
+    said: list[str] = []
+    _, (result,) = check([ENGINE], options(tmp_path), lambda engine, event: said.append(event["event"]))
+    (finding,) = result.findings.values()
+    assert finding["minimal"]
+    assert said.index("finding") < said.index("minimised")
+    assert result.first_failing_rung == "ops"
+    with Store.create_or_open(tmp_path / "store", readonly=True) as store:
+        (row,) = store.findings()
+        folder = store.path / row["capsule"]
+    assert (row["engine"], row["verdict"], row["op"], row["output"], row["status"]) == ("toy", "DEFECT", "add", "out", "new")
+    assert row["hits"] == result.failing
+    smallest = read(folder).case
+    assert isinstance(smallest, OpCase)
+    assert dict(smallest.dims) == {"N": 1, "T": 1} and smallest.hazards == () and smallest.seed == 0
+    ended = subprocess.run([sys.executable, str(folder / "repro.py")], capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+
+
+def test_a_second_check_counts_a_known_finding_and_does_not_minimise_it_again(tmp_path: Path, toy: Path) -> None:
+    (toy / "wrong").write_text("wrong")
+    check([ENGINE], options(tmp_path))
+    said: list[str] = []
+    _, (result,) = check([ENGINE], options(tmp_path), lambda engine, event: said.append(event["event"]))
+    (finding,) = result.findings.values()
+    assert (finding["note"], "minimised" in said) == ("known", False)
+    with Store.create_or_open(tmp_path / "store", readonly=True) as store:
+        (row,) = store.findings()
+    assert row["status"] == "known" and row["minimal"]
+
+
+def test_nights_tell_new_known_and_fixed_and_the_ledger_excuses(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nightly, "DISCOVERY_MIN_S", 0.5)
+    statuses, red = [], []
+    for mode in ("wrong", "wrong", ""):
+        (toy / "wrong").write_text(mode)
+        night = nightly.nightly([ENGINE], options(tmp_path, purpose="nightly"), 0.5)
+        (row,) = night.findings
+        statuses.append(row["status"])
+        red.append(bool(night.failing))
+        (tmp_path / "store" / "ledger.toml").write_text(f'[{row["finding_id"]}]\nstate = "accepted"\nnote = "by design"\n')
+    assert statuses == ["new", "known", "fixed"]
+    assert red == [True, False, False]  # the second night fails as well, but the ledger accepts it
+
+
+def test_a_failure_that_needs_an_earlier_case_is_said_to(tmp_path: Path, toy: Path) -> None:
+    """Wrong from the second call on: the case alone passes in a fresh worker, but not after others."""
+    (toy / "wrong").write_text("second call")
+    _, (result,) = check([ENGINE], options(tmp_path, trials=60))
+    notes = {finding["note"] for finding in result.findings.values()}
+    assert notes == {"needs history"}
+    assert all(not finding.get("minimal") for finding in result.findings.values())
+
+
+def test_an_engine_that_cannot_be_loaded_ends_the_run_and_the_store_says_error(tmp_path: Path) -> None:
+    with pytest.raises(NotLoadable, match="did you mean 'blocked'"):
+        check(["blokced"], options(tmp_path))
+    with Store.create_or_open(tmp_path / "store", readonly=True) as store:
+        assert [run["stopped"] for run in store.runs()] == ["error"]
+
+
+def test_a_store_that_is_none_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "holiday.jpg").write_text("")
+    with pytest.raises(StoreError, match="other files"):
+        check(["blocked"], options(tmp_path))
+
+
+def test_crashes_of_the_engine_are_findings_and_end_nothing(tmp_path: Path, toy: Path) -> None:
+    (toy / "wrong").write_text("crash")
+    _, (result,) = check([ENGINE], options(tmp_path, trials=40))
+    (finding,) = result.findings.values()
+    assert finding["fingerprint"][1] == "CRASHED"
+    assert finding["minimal"]
+    assert result.trials >= 40
+
+
+def test_a_killed_runner_leaves_the_finding_and_no_process(tmp_path: Path, toy: Path) -> None:
+    (toy / "wrong").write_text("wrong")
+    program = f"from campaigns.runner import *\ncheck([{ENGINE!r}], Options(store={str(tmp_path / 'store')!r}, trials=10**9, jobs=2))"
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        findings = []
+        while not findings:
+            assert process.poll() is None
+            time.sleep(0.2)
+            with contextlib.suppress(StoreError), Store.create_or_open(tmp_path / "store", readonly=True) as store:  # not made yet
+                findings = store.findings()
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert len(below) >= 2
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not alive, alive
+    with Store.create_or_open(tmp_path / "store") as store:  # sound, and open for the next run
+        assert [row["op"] for row in store.findings()] == ["add"]
+        assert store.runs()[0]["finished"] == 0
+
+
+# Replays
+
+
+def test_replays_run_in_fresh_workers_and_compare_fingerprints(toy: Path) -> None:
+    case = OpCase("add", (("N", 2), ("T", 1)), (), "ordinary", 0)
+    wanted = Fingerprint("toy", "DEFECT", "add", "out", "ops")
+    with Supervisor(ENGINE, deadline_s=patience()) as supervisor:
+        statuses = []
+        for mode in ("wrong", "", "crash"):
+            (toy / "wrong").write_text(mode)
+            statuses.append(replayed(supervisor, case, wanted, 2).status)
+    assert statuses == ["reproduced", "passes", "changed"]
+
+
+def test_a_case_file_can_be_replayed(tmp_path: Path) -> None:
+    case = OpCase("add", (("N", 2), ("T", 1)), (), "ordinary", 0)
+    (tmp_path / "mine.json").write_text(to_json(case))
+    found = stored(str(tmp_path / "mine.json"), "nowhere")
+    assert (found.case, found.wanted, found.engine_spec) == (case, None, "")
+
+
+def test_one_engine_result_is_plain_data(tmp_path: Path) -> None:
+    import json
+
+    with Store.create_or_open(tmp_path / "store") as store:
+        run_id = store.start_run({})
+    plain = check_engine("blocked", run_id, options(tmp_path, trials=20)).plain()
+    assert json.loads(json.dumps(plain)) == plain
+    assert runner.machine()
