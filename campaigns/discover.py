@@ -42,6 +42,7 @@ class Diet:
     session_hazards: tuple[str, ...] = ()
     mix: tuple[tuple[str, float], ...] = tuple(strategies.MIX.items())
     checkpoint: str = ""  # a folder that some sessions load
+    preset: str = ""  # of the other sessions; empty: all that the generator knows
 
     def shares(self) -> dict[str, float]:
         """Of the kinds that the engine does, summing to 1; empty where it does none."""
@@ -54,7 +55,7 @@ class Diet:
 TREE_OPS = frozenset({"draft_table", "best_first_tree", "tree_mask", "accept", "compact"})
 
 
-def diet_of(description: Description, *, hazards: bool = True, views: bool = True, checkpoint: str = "") -> Diet:
+def diet_of(description: Description, *, hazards: bool = True, views: bool = True, checkpoint: str = "", preset: str = "") -> Diet:
     """Everything that the description lists. An empty list of ops with "run_op" means that all are worth asking.
 
     `views`: the engine takes strided arrays (`campaigns.trial.takes_views`); asking those of one that does not only wastes trials.
@@ -70,6 +71,7 @@ def diet_of(description: Description, *, hazards: bool = True, views: bool = Tru
         op_hazards=tuple(name for name in HAZARDS if views or name != "views") if hazards else (),
         session_hazards=(*(name for name in strategies.PLAN_HAZARDS if name in can), *(SESSION_HAZARDS if hazards else ())),
         checkpoint=checkpoint,
+        preset=preset,
     )
 
 
@@ -177,5 +179,7 @@ def batch_strategy(diet: Diet, kind: str, size: str) -> st.SearchStrategy[Any]:
     elif kind == "tree":
         one = strategies.tree_cases(size, diet.op_hazards)
     else:
-        return strategies.session_batches(size, BATCH[kind], loops=diet.loops, hazards=diet.session_hazards, checkpoint=diet.checkpoint)
+        return strategies.session_batches(
+            size, BATCH[kind], loops=diet.loops, hazards=diet.session_hazards, checkpoint=diet.checkpoint, only=diet.preset
+        )
     return st.lists(one, min_size=1, max_size=BATCH[kind])

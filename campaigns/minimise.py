@@ -65,6 +65,7 @@ def minimum(
     size: str = "full",
     hazards: bool = True,
     checkpoint: str = "",
+    preset: str = "",
     seconds: float = SECONDS,
 ) -> Minimum | None:
     """The smallest case found in about `seconds`; None where `case` does not fail (any more)."""
@@ -75,7 +76,7 @@ def minimum(
             return None
         best, checks = case, 1
         if choices:
-            diet = diet_of(supervisor.description, hazards=hazards, views=takes_views(supervisor), checkpoint=checkpoint)
+            diet = diet_of(supervisor.description, hazards=hazards, views=takes_views(supervisor), checkpoint=checkpoint, preset=preset)
             strategy = batch_strategy(diet, kind, size)
             best, made = shrunk(best, strategy, [choices], fails, seconds / 3)
             checks += made
@@ -96,7 +97,8 @@ def minimised(job: Mapping[str, Any]) -> dict[str, Any]:
     case = from_json(job["case"])
     smallest = minimum(
         job["engine"], case, wanted, choices=bytes.fromhex(job.get("choices", "")), kind=job.get("kind", ""), size=job.get("size", "full"),
-        hazards=job.get("hazards", True), checkpoint=job.get("checkpoint", ""), seconds=job.get("seconds", SECONDS),
+        hazards=job.get("hazards", True), checkpoint=job.get("checkpoint", ""), preset=job.get("preset", ""),
+        seconds=job.get("seconds", SECONDS),
     )  # fmt: skip
     if smallest is None:
         return {"finding_id": job["finding_id"], "fingerprint": list(wanted), "minimal": False, "note": "the case does not fail any more"}

@@ -49,6 +49,7 @@ class Options:
     seed: int = 0
     hazards: bool = True
     checkpoint: str = ""
+    preset: str = ""
     minimise: bool = True
     minimise_seconds: float = MINIMISE_S
     stop_at_first: bool = False
@@ -150,7 +151,7 @@ def check_engine(engine: str, run_id: str, options: Options, progress: Progress 
             shards.send(number, {
                 "do": "discover", "engine": engine, "store": options.store, "run_id": run_id, "writer": f"{safe(engine)}-{number}",
                 "trials": quota + (number < rest), "seconds": options.seconds, "seed": options.seed * 1_000_003 + number, "hazards": options.hazards,
-                "checkpoint": options.checkpoint, "stop_at_first": options.stop_at_first, "not_reproduced": options.not_reproduced,
+                "checkpoint": options.checkpoint, "preset": options.preset, "stop_at_first": options.stop_at_first, "not_reproduced": options.not_reproduced,
             })  # fmt: skip
         waiting: list[dict[str, Any]] = []
         progress_of: dict[int, Mapping[str, Any]] = {}
@@ -195,7 +196,7 @@ def _minimise(
             return False
         event = queue.pop(0)
         shards.send(number, {
-            "do": "minimise", "engine": engine, "store": options.store, "run_id": run_id, "hazards": options.hazards, "checkpoint": options.checkpoint,
+            "do": "minimise", "engine": engine, "store": options.store, "run_id": run_id, "hazards": options.hazards, "checkpoint": options.checkpoint, "preset": options.preset,
             "seconds": options.minimise_seconds,
             **{key: event[key] for key in ("finding_id", "fingerprint", "case", "choices", "kind", "size")},
         })  # fmt: skip

@@ -120,6 +120,7 @@ class Shard:
             hazards=self.job.get("hazards", True),
             views=takes_views(self.supervisor),
             checkpoint=self.job.get("checkpoint", ""),
+            preset=self.job.get("preset", ""),
         )
         if self.job.get("writer", "").endswith("-0"):
             for region, value in sorted(coverage.declared()):

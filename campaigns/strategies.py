@@ -249,12 +249,12 @@ Model = tuple[str, Bundle, int, str, str]
 
 @cache
 @st.composite
-def models(draw: Draw, size: str, checkpoint: str = "") -> Model:
-    """`checkpoint`: a folder; one batch in four of the full size is drawn from it."""
+def models(draw: Draw, size: str, checkpoint: str = "", only: str = "") -> Model:
+    """`checkpoint`: a folder; one batch in four of the full size is drawn from it. `only`: the preset of all others."""
     small = size == "small"
     if checkpoint and not small and draw(_int(0, 3)) == 0:
         return "tiny", (), 0, "ordinary", checkpoint
-    name = draw(_pick(("tiny",) if small else ("tiny", "tiny", "tiny", "tiny-softmax", "small")))
+    name = only or draw(_pick(("tiny",) if small else ("tiny", "tiny", "tiny", "tiny-softmax", "small")))
     overrides = () if small and draw(st.booleans()) else draw(_overrides(name))
     regime = draw(_pick(("ordinary",) * 6 + tuple(WEIGHT_REGIMES)))
     return name, overrides, draw(_int(0, WEIGHT_SEEDS - 1)), regime, ""
@@ -292,7 +292,7 @@ def frozen_sessions(*, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZAR
 
 
 def session_batches(
-    size: str, most: int, *, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS, checkpoint: str = ""
+    size: str, most: int, *, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS, checkpoint: str = "", only: str = ""
 ) -> st.SearchStrategy[list[SessionCase]]:
     """Sessions that share one model, so that weights are made and the engine is opened once for all of them. Full ones are in the frozen mix."""
 
@@ -300,7 +300,7 @@ def session_batches(
         one = sessions_of(model, size, loops, hazards)
         return st.lists(one.map(lengthened) if size == "full" else one, min_size=1, max_size=most)
 
-    return models(size, checkpoint).flatmap(of_model)
+    return models(size, checkpoint, only).flatmap(of_model)
 
 
 @cache

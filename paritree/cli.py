@@ -133,6 +133,7 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
             "--no-hazards", dest="hazards", action="store_false", default=defaults.get("hazards", True), help="friendly memory layouts only"
         )
         sub.add_argument("--checkpoint", default="", metavar="DIR", help="some sessions load this folder (config.json + safetensors)")
+        sub.add_argument("--preset", default="", metavar="NAME", help="model configuration of the sessions (default: a mix)")
         sub.add_argument("--no-minimise", dest="minimise", action="store_false", help="report findings as they were met")
         sub.add_argument("--commit", default="", help="commit of the engine, for the report")
 
@@ -239,7 +240,8 @@ def _campaign_options(options: Options) -> Any:
     seconds, trials = budget_of(options.budget) if options.budget else (None, None)
     return runner.Options(
         store=options.store, trials=trials or (10**9 if seconds else int(getattr(options, "trials", runner.TRIALS))), seconds=seconds, jobs=options.jobs,
-        seed=options.seed, hazards=options.hazards, checkpoint=_checked_checkpoint(options.checkpoint), minimise=options.minimise, stop_at_first=getattr(options, "stop_at_first", False),
+        seed=options.seed, hazards=options.hazards, checkpoint=_checked_checkpoint(options.checkpoint),
+        preset=_checked_preset(options.preset), minimise=options.minimise, stop_at_first=getattr(options, "stop_at_first", False),
         command=options.command_line, budget=options.budget or "", commit=options.commit,
     )  # fmt: skip
 
@@ -254,6 +256,14 @@ def _checked_checkpoint(folder: str) -> str:
     absolute = str(Path(folder).resolve())
     weights_for(checkpoint_at(absolute).config, WeightsKey(0, checkpoint=absolute))
     return absolute
+
+
+def _checked_preset(name: str) -> str:
+    if name:
+        from spec.config import preset
+
+        preset(name)  # ConfigError lists the names
+    return name
 
 
 def check(options: Options) -> int:
