@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from oracles.ball import Ball, Wide, concatenate
 from oracles.compare import Near, close_number
+from oracles.history import History
 from oracles.judgement import Judgement, Verdict
 from oracles.ops import matmul, o_latent, q_absorb, rope, scores, softmax
 
@@ -113,7 +114,8 @@ def _weights(
 
 
 def _moved_keys(judgement: Judgement, walked: Walked, near: Near, values: NDArray[Any], row: int) -> Judgement:
-    """K1: each failing score of the row is that of another row's key, which stands where the right one should."""
+    """K1: each failing score of the row is that of another row's key, which stands where the right one should; C6 if all of those belong to
+    another sequence."""
     history = walked.history
     span = history.span_of(row)
     rad = 0.0 if near.ball.rad is None else near.ball.rad[row]
@@ -128,7 +130,10 @@ def _moved_keys(judgement: Judgement, walked: Walked, near: Near, values: NDArra
             return judgement
         named.append((key, int(match[0])))
     key, other = named[0]
-    return _told(judgement, "K1", f"{key_name(walked, row, key)} scores like {key_name(walked, row, other)}", "compact")
+    hint = f"{key_name(walked, row, key)} scores like {key_name(walked, row, other)}"
+    if all(history.sequence[o] != history.sequence[k] for k, o in named):
+        return _told(judgement, "C6", hint)
+    return _told(judgement, "K1", hint, "compact")
 
 
 def _scores_of(walked: Walked, row: int) -> Ball:
@@ -186,19 +191,14 @@ def of_cache(
 ) -> Judgement:  # fmt: skip
     """A cache row that is not what the commits kept: which row it is instead, and whether it lay below P already (K7)."""
     history = walked.history
-    wrong = share.max(1) > 1
-    at = int(np.flatnonzero(wrong)[0])
-    column = int(share[at].argmax())
-    own = int(kept[at])
-    sequence = int(history.sequence[own])
-    before = [commit for commit in history.commits if commit[0] < step and commit[1] == sequence]
-    prefix = len(kept) - len(before[-1][3]) if before else 0
-    rule = "K7" if at < prefix else "K1"
+    at = int(np.flatnonzero(share.max(1) > 1)[0])
+    column, own = int(share[at].argmax()), int(kept[at])
+    rule = cache_rule(history, step, own, at, len(kept))
     other = next((int(g) for g in range(len(history)) if g != own and within(found[at].astype(np.float64), rows[g])), None)
     hint = ""
     if other is not None:
-        where = "rejected" if any(other in c[2] and other not in c[3] for c in history.commits) else "kept elsewhere"
-        hint = f": this is row {int(history.row[other])} of step {int(history.step[other])} ({where}), not row {int(history.row[own])} of step {int(history.step[own])}"
+        hint = f": this is row {int(history.row[other])} of step {int(history.step[other])}{is_rejected(history, other)}"
+        hint += f", not row {int(history.row[own])} of step {int(history.step[own])}"
     value, due = float(found[at, column]), float(rows.mid[own, column])
     name = f"cache[{layer}, {at}, {column}]"
     text = f"{name} is {close_number(value, due)}, but must be {close_number(due, value)}{hint} ({rule})"
@@ -207,6 +207,18 @@ def of_cache(
         verdict, rule, "compact", "cache", "accept and commit", layer, step, at, (layer, at, column), value, due,
         share=float("inf"), checked=int(found.size), message=text,
     )  # fmt: skip
+
+
+def cache_rule(history: History, step: int, own: int, at: int, length: int) -> str:
+    """K7 for a row that was below P before the last commit of its sequence, else K1. `own`: the row that should stand at `at`."""
+    sequence = int(history.sequence[own])
+    before = [kept for number, of_sequence, _, kept in history.commits if number < step and of_sequence == sequence]
+    return "K7" if at < length - (len(before[-1]) if before else length) else "K1"
+
+
+def is_rejected(history: History, row: int) -> str:
+    """` (rejected)` if a commit dropped the row."""
+    return " (rejected)" if any(row in pending and row not in kept for _, _, pending, kept in history.commits) else ""
 
 
 def hypotheses(walked: Walked, row: int) -> Iterator[tuple[str, str, NDArray[np.intp]]]:

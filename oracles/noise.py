@@ -36,17 +36,19 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """`reference` and `bound` [wanted, V]: logits in float64, and SIGMAS * ESTIMATE * sigma. Rows that are not `decided` may route to other
+    """`reference` and `bound` [wanted, V]: logits in float64, and SIGMAS * ESTIMATE * sigma; the same for cache rows. Rows that are not `decided` may route to other
     experts under honest rounding; nothing is bounded there."""
 
     reference: Wide
     bound: Wide
     decided: NDArray[np.bool_]  # [wanted]
+    cache: tuple[tuple[Wide, Wide], ...]  # per layer (reference, bound) of [latent | k_rope], [T, R + D]
+    cache_decided: NDArray[np.bool_]  # [T]
 
-    def shares(self, logits: NDArray[np.float32]) -> Wide:
-        """[wanted, V]: |found - reference| / bound, 0 in rows that are not decided, infinite for NaN and infinity."""
-        share: Wide = np.abs(logits - self.reference) / self.bound
-        return np.where(self.decided[:, None], np.where(np.isfinite(share), share, np.inf), 0.0)
+    def shares(self, logits: NDArray[np.float32], at: NDArray[np.intp]) -> Wide:
+        """[len(at), V] of the wanted rows `at`: |found - reference| / bound, 0 in rows that are not decided, infinite for NaN and infinity."""
+        share: Wide = np.abs(logits[at] - self.reference[at]) / self.bound[at]
+        return np.where(self.decided[at, None], np.where(np.isfinite(share), share, np.inf), 0.0)
 
     def margin_bound(self, row: int, first: int, second: int) -> float:
         """Of the difference of two logits of one row; infinite where the row is not decided."""
@@ -58,21 +60,30 @@ def noise(model: JudgeModel, rows: Rows, profile: Profile) -> Noise:
     plain = Sampler(model, None)
     reference = walk(model, rows.token, rows.position, rows.visible, rows.wanted, plain, a).mid
     square = np.zeros(reference.shape)
+    cache_square = [np.zeros(part.shape) for part in plain.cache]
     drift: list[list[Wide]] = []
     for sample in range(SAMPLES):
         sampler = Sampler(model, philox("noise", sample), plain.ids)
         square += np.square(walk(model, rows.token, rows.position, rows.visible, rows.wanted, sampler, a).mid - reference)
         drift.append(sampler.margins)
-    sigma = np.sqrt(square / SAMPLES)
-    pooled = np.sqrt(np.mean(np.square(sigma), -1, keepdims=True))
-    last_rounding = np.abs(reference) * profile.u_accumulate
-    bound = SIGMAS * ESTIMATE * np.maximum(sigma, pooled) + last_rounding
+        for total, part, exact in zip(cache_square, sampler.cache, plain.cache, strict=True):
+            total += np.square(part - exact)
+    bound = _bound(reference, square, profile)
     near = np.zeros(len(rows.token), np.bool_)
     for layer, margin in enumerate(plain.margins):
         spread = np.sqrt(np.mean([np.square(sample[layer] - margin) for sample in drift], 0))
         near |= margin <= SIGMAS * ESTIMATE * spread
     decided = ~(near | (rows.visible & near[None, :]).any(1))
-    return Noise(reference, bound, decided[rows.wanted])
+    cache = tuple((exact, _bound(exact, total, profile)) for exact, total in zip(plain.cache, cache_square, strict=True))
+    return Noise(reference, bound, decided[rows.wanted], cache, decided)
+
+
+def _bound(reference: Wide, square: Wide, profile: Profile) -> Wide:
+    """From the summed squares of the samples' deviations; no element counts as quieter than its row, and each is rounded once on the way out."""
+    sigma = np.sqrt(square / SAMPLES)
+    pooled = np.sqrt(np.mean(np.square(sigma), -1, keepdims=True))
+    last_rounding = np.abs(reference) * max(profile.u_accumulate, profile.u_output)
+    return np.asarray(SIGMAS * ESTIMATE * np.maximum(sigma, pooled) + last_rounding)
 
 
 @dataclass(eq=False)
@@ -84,14 +95,21 @@ class Sampler:
     given: dict[int, Ids] | None = None
     ids: dict[int, Ids] = field(default_factory=dict)
     margins: list[Wide] = field(default_factory=list)
+    cache: list[Wide] = field(default_factory=list)
+    _latent: Wide | None = None
 
     def has(self, name: str, layer: int) -> bool:
         return True
 
     def meet(self, name: str, layer: int, predicted: Ball) -> Ball:
-        if self.generator is None or predicted.std is None:
-            return Ball(predicted.mid)
-        return Ball(predicted.mid + predicted.std * self.generator.standard_normal(predicted.mid.shape))
+        value = predicted.mid
+        if self.generator is not None and predicted.std is not None:
+            value = value + predicted.std * self.generator.standard_normal(value.shape)
+        if name == "latent":
+            self._latent = value
+        elif name == "k_rope" and self._latent is not None:
+            self.cache.append(np.concatenate([self._latent, value], -1))
+        return Ball(value)
 
     def choose(self, layer: int, predicted: Ball) -> Ids:
         c = self.model.config

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oracles.compare import close_number
 from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.noise import Noise, Rows, noise
+from oracles.statistical import judge_cache, judge_logits
 from spec.script import Script, Step
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def judge_tokens(judge: SessionJudge, script: Script, answered: list[tuple[int, 
     statistical = not walked.tapped or (not chained.all() and not any(j.verdict in FINDINGS for j in walked.judgements))
     if statistical or (differs & ~chained).any():
         bound = noise(judge.prepared, Rows(history.token, history.position, history.visible, history.wanted), walked.profile)
-    out = []
+    out = [] if walked.tapped or bound is None else judge_cache(walked, bound)
     for rung, rows in history.rungs.items():
         at = np.flatnonzero(np.isin(history.wanted, rows))
         if not len(at):
             continue
         if statistical and bound is not None and not chained[at].all():
-            out.append(_logits(walked, own, bound, at, rung, judge.model.config.layers))
+            out.append(judge_logits(walked, own, bound, at, rung, judge.model.config.layers))
         place: dict[str, Any] = {"op": "argmax", "tap": "token", "rung": rung, "layer": judge.model.config.layers}
         bad = at[differs[at]]
         if not len(bad):
@@ -58,37 +58,6 @@ def judge_tokens(judge: SessionJudge, script: Script, answered: list[tuple[int, 
 def proof_chain(walked: Walked) -> NDArray[np.bool_]:
     """[T]: rows that passed, and that see only rows that passed."""
     return walked.proven & ~(walked.history.visible & ~walked.proven[None, :]).any(1)
-
-
-def _logits(walked: Walked, own: Logits, bound: Noise, at: NDArray[np.intp], rung: str, layer: int) -> Judgement:
-    """A black box: every logit against the float64 model, within the statistical bound."""
-    history = walked.history
-    share = bound.shares(own[at]) if len(at) == len(own) else Noise(bound.reference[at], bound.bound[at], bound.decided[at]).shares(own[at])
-    worst = share.max(1)
-    failing = np.flatnonzero(worst > 1)
-    if len(failing):  # of the first failing step
-        steps = history.step[history.wanted[at[failing]]]
-        failing = failing[steps == steps[0]]
-        local = int(failing[worst[failing].argmax()])
-    else:
-        local = int(worst.argmax())
-    row, token = int(at[local]), int(share[local].argmax())
-    own_row = int(history.wanted[row])
-    index = (row - history.batches[int(history.batch[own_row])].wanted_start, token)
-    value, due, limit = float(own[row, token]), float(bound.reference[row, token]), float(bound.bound[row, token])
-    rule = "V2" if rung == "tree verify" else "L1"
-    fields: dict[str, Any] = {
-        "op": "forward", "tap": "logits", "rung": rung, "layer": layer, "step": int(history.step[own_row]), "token": int(history.row[own_row]),
-        "index": index, "found": value, "expected": due, "bound": limit, "share": float(share[local, token]), "checked": int(share.size),
-    }  # fmt: skip
-    name = f"logits[{index[0]}, {token}]"
-    if len(failing):
-        verdict = Verdict.DEFECT if np.isfinite(value) else Verdict.NONFINITE
-        text = f"{name} is {close_number(value, due)}, but should be {close_number(due, value)} within {limit:.1g} (statistical, {rule})"
-        return Judgement(verdict, rule, message=text, **fields)
-    open_rows = int((~bound.decided[at]).sum())
-    text = "logits lie within the statistical bound, which is no proof" + (f"; {open_rows} rows may route otherwise" if open_rows else "")
-    return Judgement(Verdict.UNVERIFIED, rule, message=text, **fields)
 
 
 def _differing(

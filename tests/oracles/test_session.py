@@ -302,6 +302,7 @@ ATTENTION = frozenset({"scores", "probs"})
         ("Z25", frozenset(), True, {"compact"}, {"K2"}),  # a rejected row kept
         ("Z25", frozenset(), False, {"scores"}, {"K2"}),
         ("Z25", ATTENTION, False, {"compact"}, {"K2"}),
+        ("Z22", ALL, True, {"compact"}, {"K1"}),  # a black box: by the statistical bound of its cache rows
         ("K7-below", frozenset(), True, {"compact"}, {"K7", "K1"}),
         ("K7-below", frozenset(), False, {"compact"}, {"K1"}),
     ],
@@ -311,6 +312,14 @@ def test_a_mistake_comes_out_under_its_own_rule(plant: str, hidden: frozenset[st
     found = worst(judge_of().judge(script, trace))
     assert found is not None and found.verdict in (Verdict.DEFECT, Verdict.MALFORMED)
     assert found.op in ops and found.rule in rules, found
+
+
+def test_the_cache_of_another_sequence_breaks_c6() -> None:
+    """The planted engine mixes up sequences of one length."""
+    case = dataclasses.replace(session_case(), prompts=((4, 1), (4, 2)), rounds=(((), ()),), chunk=0)
+    script, trace = run(BlockedEngine(OVERRIDES["E03"]), case=case)
+    found = worst(judge_of().judge(script, trace))
+    assert found is not None and (found.op, found.rule) == ("scores", "C6") and "of sequence" in found.message
 
 
 def test_a_position_by_slot_breaks_c2_and_says_so() -> None:

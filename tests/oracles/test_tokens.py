@@ -125,7 +125,7 @@ def test_the_reference_is_the_model_itself() -> None:
     bound = noise(judge.prepared, chain(tokens), Profile())
     golden = judge.model.sequence_logits(np.array(tokens, np.int32))
     assert float(np.abs(golden - bound.reference).max()) < 2e-5 < float(bound.bound.max()) * 10
-    assert bound.shares(golden).max() < 0.5
+    assert bound.shares(golden, np.arange(5)).max() < 0.5
 
 
 def test_the_bound_grows_with_the_unit_roundoff() -> None:
@@ -147,5 +147,5 @@ def test_a_router_near_tie_bounds_nothing() -> None:
     twin = SessionJudge(GoldenModel(model.config, weights))
     bound = noise(twin.prepared, chain([5, 17, 3]), Profile())
     assert not bound.decided.any()
-    assert bound.shares(np.full(bound.reference.shape, 1e9, F)).max() == 0
+    assert bound.shares(np.full(bound.reference.shape, 1e9, F), np.arange(3)).max() == 0
     assert bound.margin_bound(0, 1, 2) == float("inf")
