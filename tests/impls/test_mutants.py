@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from campaigns.case import SessionCase
 from impls.blocked import engine
 from impls.blocked.points import HONEST, PointError, with_overrides
 from impls.planted.mutants import NOT_EXPRESSED, OVERRIDES, PLANTS, REGIONS
+from tests.impls.blocked_judging import judged_session
 from tests.impls.blocked_probes import PROBES, Answers, same
 
 # The known trigger of each plant: a probe of blocked_probes.py.
@@ -103,6 +105,43 @@ def honest_answers(probe: str) -> Answers:
 def answers(name: str, probe: str) -> Answers:
     with np.errstate(all="ignore"):
         return PROBES[probe](engine(name))
+
+
+TREES = ((((0, 0), (1, 1), (2, 1), (0, 1)), ((0, 1),)), (((0, 1), (0, 0), (1, 1), (0, 0)), ((0, 0),)), ((), ()))
+BRANCHING = SessionCase("tiny", (), 1, "ordinary", ((5, 1), (9, 2)), TREES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Z01",
+        "Z02",
+        "Z04",
+        "Z08",
+        "sibling-visible",
+        "Z07",
+        "Z22",
+        "Z23",
+        "Z24",
+        "Z25",
+        "Z29",
+        "Z33",
+        "Z34",
+        "Z35",
+        "Z36",
+        "Z38",
+        "Z39",
+        "shared-dropped",
+        "B03",
+        "E17",
+        "H15",
+        "A13",
+        "F25",
+    ],
+)
+def test_judge_places_the_plant_where_its_record_says(name: str) -> None:
+    first = judged_session(engine(name), BRANCHING)[0]
+    assert {first.op, first.rule} & set(PLANTS[name].expected_ops), first
 
 
 def test_every_plant_has_one_known_trigger() -> None:
