@@ -164,6 +164,20 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter with a state of its own: it reads the target's hidden rows (DFlash, EAGLE)."""
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers whose residual stream, after them, is read, in the order of concatenation (D2)."""
+        ...
+
+    def observe(self, sequence: int, features: Float) -> None:
+        """float32 [rows, len(feature_layers) * hidden] of rows that were just committed, in order; every one of them, once (K5, D3)."""
+        ...
+
+
+@runtime_checkable
 class Session(Protocol):
     """A model with its cache. Sequences are named by small integers and exist from their first row on."""
 

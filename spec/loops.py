@@ -1,23 +1,34 @@
-"""Decoding loops over any `spec.engine.Session`: autoregressive, and by draft trees (rules A1, A3, A4, K1-K5, L1-L3).
+"""Decoding loops over any `spec.engine.Session`: autoregressive, and by draft trees (rules A1-A4, A6, K1-K5, D3, L1-L3).
 
 Several sequences of unequal length share each batch and leave it when they are done. A loop holds no model and no cache: it
-builds rows, reads logits, and commits paths. Sequence i of `prompts` is sequence i of the session, which must be fresh.
+builds rows, reads logits, asks a `spec.schemes.Decider` for tokens, and commits paths. Sequence i of `prompts` is sequence i
+of the session: fresh, or holding the first `cached[i]` tokens of the prompt from an earlier loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spec.engine import Drafter, EngineError, Float, Generation, Int, Limits, Round, Rows, Session
-from spec.tree import Tree, accept_greedy, best_first_tree, cut, draft_table, positions
+from spec.engine import Drafter, EngineError, FeatureDrafter, Float, Generation, Int, Limits, Round, Rows, Session
+from spec.schemes import Decider, Greedy
+from spec.tree import DraftTable, Tree, best_first_tree, cut, draft_table, positions, root_tree
+
+Builder = Callable[[DraftTable, int, int], Tree]
+"""(table, root, budget) -> tree; the paper's is `best_first_tree`, others are in spec/profiles.py."""
+FEATURE_TAP = "ffn_residual"  # the residual stream after a layer (D2)
 
 
 class BadLogits(EngineError):
     """A session answered with logits of the wrong shape or dtype, or with NaN: no token can be chosen from them."""
+
+
+class MissingFeatures(EngineError):
+    """A session did not push the taps that the drafter reads (D2)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,38 +41,64 @@ class Recording:
 
 
 def greedy(session: Session, prompts: Sequence[Int], limits: Limits) -> list[Recording]:
-    """Autoregressive decoding: the stream that every other loop must emit (L1).
+    """Autoregressive decoding by argmax: the stream that every other greedy loop must emit (L1). Raises as `sequential`."""
+    return sequential(session, prompts, limits)
 
-    Raises BadLogits, and ValueError for a prompt without tokens.
+
+def sequential(
+    session: Session, prompts: Sequence[Int], limits: Limits, decider: Decider | None = None, *, cached: Sequence[int] | None = None
+) -> list[Recording]:
+    """Autoregressive decoding, one token a step, chosen by `decider` (None: argmax).
+
+    Raises BadLogits, and ValueError for a prompt without tokens or one that is cached as a whole.
     """
-    streams = _prefill(session, prompts, limits)
+    choose = decider or Greedy()
+    streams = _prefill(session, prompts, limits, choose, cached, None)
     while active := [stream for stream in streams if not stream.done]:
-        logits = _forward(session, decode_rows([s.number for s in active], [s.history[-1] for s in active], [s.prefix_len for s in active]))
+        logits, _ = _forward(
+            session, decode_rows([s.number for s in active], [s.history[-1] for s in active], [s.prefix_len for s in active])
+        )
         for row, stream in enumerate(active):
             session.commit(stream.number, np.zeros(1, np.int32))
-            stream.emit([int(logits[row].argmax())], logits[row : row + 1])
+            stream.emit([_bonus(choose, stream, logits[row : row + 1])], logits[row : row + 1])
     return [stream.recording() for stream in streams]
 
 
-def ddtree(session: Session, prompts: Sequence[Int], drafter: Drafter, budget: int, limits: Limits) -> list[Recording]:
+def ddtree(
+    session: Session,
+    prompts: Sequence[Int],
+    drafter: Drafter,
+    budget: int,
+    limits: Limits,
+    decider: Decider | None = None,
+    *,
+    cached: Sequence[int] | None = None,
+    builder: Builder = best_first_tree,
+) -> list[Recording]:
     """Decoding by draft trees: each round drafts a tree per sequence, runs all its nodes in one batch, and keeps the accepted path.
 
     The path is committed as far as its tokens are emitted, so that the cache is that of the cut stream even after a stop in
-    the middle of a path (A4). `Round.path` is the whole accepted path. Raises BadLogits, TreeError for draft logits outside
-    T8 or a bad budget, ValueError for a prompt without tokens.
+    the middle of a path (A4), and decoding can go on from there. `Round.path` is the whole accepted path. A `FeatureDrafter`
+    observes the features of committed rows, in path order, each once (K5, D3). Raises BadLogits, TreeError for draft logits
+    outside T8 or a bad budget, ValueError as `sequential`.
     """
-    streams = _prefill(session, prompts, limits)
+    choose = decider or Greedy()
+    observer = drafter if isinstance(drafter, FeatureDrafter) else None
+    streams = _prefill(session, prompts, limits, choose, cached, observer)
     while active := [stream for stream in streams if not stream.done]:
-        trees = [_draft_tree(drafter, stream, budget) for stream in active]
-        logits = _forward(session, tree_rows([s.number for s in active], trees, [s.prefix_len for s in active]))
+        trees = [_draft_tree(drafter, stream, budget, builder) for stream in active]
+        rows = tree_rows([s.number for s in active], trees, [s.prefix_len for s in active])
+        logits, features = _forward(session, rows, observer=observer)
         first = 0
         for stream, tree in zip(active, trees, strict=True):
-            own = logits[first : first + len(tree.tokens)]  # (M,V)
-            first += len(tree.tokens)
-            accepted = accept_greedy(tree.tokens, tree.parents, own.argmax(axis=1))  # argmax takes the lowest index (A1)
+            own = slice(first, first + len(tree.tokens))
+            first = own.stop
+            accepted = choose.accept(stream.number, stream.history, stream.prompt_len, tree, logits[own])
             path = list(accepted.path)
-            emitted = stream.emit([*tree.tokens[path[1:]].tolist(), accepted.bonus], own[path])
+            emitted = stream.emit([*tree.tokens[path[1:]].tolist(), accepted.bonus], logits[own][path])
             session.commit(stream.number, np.array(path[:emitted], np.int32))
+            if observer is not None:
+                observer.observe(stream.number, features[own][path[:emitted]])
             stream.rounds.append(Round(tuple(tree.tokens.tolist()), tuple(tree.parents.tolist()), accepted.path, accepted.bonus))
     return [stream.recording() for stream in streams]
 
@@ -74,17 +111,20 @@ def generation(recording: Recording) -> Generation:
 # Batches
 
 
-def prefill_rows(prompts: Sequence[Int], sequences: Sequence[int] | None = None) -> tuple[Rows, NDArray[np.bool_]]:
-    """Every prompt as a chain from position 0, and want_logits: the last row of each."""
-    lengths = [len(prompt) for prompt in prompts]
+def prefill_rows(
+    prompts: Sequence[Int], sequences: Sequence[int] | None = None, cached: Sequence[int] | None = None
+) -> tuple[Rows, NDArray[np.bool_]]:
+    """Every prompt as a chain from position 0, or from behind its first `cached` tokens, and want_logits: the last row of each."""
+    before = [0] * len(prompts) if cached is None else list(cached)
+    lengths = [len(prompt) - known for prompt, known in zip(prompts, before, strict=True)]
     numbers = range(len(prompts)) if sequences is None else sequences
     starts = np.cumsum([0, *lengths])
     parent = np.arange(-1, starts[-1] - 1, dtype=np.int32)
     parent[starts[:-1]] = -1
     rows = Rows(
         sequence=np.repeat(np.asarray(numbers, np.int32), lengths),
-        token=np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts]),
-        position=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        token=np.concatenate([np.asarray(prompt, np.int32)[known:] for prompt, known in zip(prompts, before, strict=True)]),
+        position=np.concatenate([np.arange(known, len(prompt), dtype=np.int32) for prompt, known in zip(prompts, before, strict=True)]),
         parent=parent,
     )
     want = np.zeros(len(rows), np.bool_)
@@ -149,32 +189,67 @@ class _Stream:
         return Recording(tuple(self.history[self.prompt_len :]), tuple(self.rounds), rows)
 
 
-def _prefill(session: Session, prompts: Sequence[Int], limits: Limits) -> list[_Stream]:
-    for number, prompt in enumerate(prompts):
+def _prefill(
+    session: Session,
+    prompts: Sequence[Int],
+    limits: Limits,
+    decider: Decider,
+    cached: Sequence[int] | None,
+    observer: FeatureDrafter | None,
+) -> list[_Stream]:
+    before = [0] * len(prompts) if cached is None else list(cached)
+    for number, (prompt, known) in enumerate(zip(prompts, before, strict=True)):
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} has no tokens: give at least one, the first row needs something to stand on")
+        if not 0 <= known < len(prompt):
+            raise ValueError(f"{known} tokens of prompt {number} are cached, but must be between 0 and {len(prompt) - 1}: one row must run")
     streams = [_Stream(number, np.asarray(prompt, np.int32).tolist(), limits) for number, prompt in enumerate(prompts)]
     if limits.max_new <= 0 or not streams:
         return streams
-    rows, want = prefill_rows(prompts)
-    logits = _forward(session, rows, want)
-    for stream in streams:
-        session.commit(stream.number, np.arange(stream.prompt_len, dtype=np.int32))
-        stream.emit([int(logits[stream.number].argmax())], logits[stream.number : stream.number + 1])
+    rows, want = prefill_rows(prompts, cached=before)
+    logits, features = _forward(session, rows, want, observer)
+    first = 0
+    for stream, known in zip(streams, before, strict=True):
+        own = slice(first, first + stream.prompt_len - known)
+        first = own.stop
+        session.commit(stream.number, np.arange(stream.prompt_len - known, dtype=np.int32))
+        if observer is not None:
+            observer.observe(stream.number, features[own])
+        row = logits[stream.number : stream.number + 1]
+        stream.emit([_bonus(decider, stream, row)], row)
     return streams
 
 
-def _draft_tree(drafter: Drafter, stream: _Stream, budget: int) -> Tree:
+def _bonus(decider: Decider, stream: _Stream, row: Float) -> int:
+    """The token after the history, from its one row [1, V]."""
+    return decider.accept(stream.number, stream.history, stream.prompt_len, root_tree(stream.history[-1]), row).bonus
+
+
+def _draft_tree(drafter: Drafter, stream: _Stream, budget: int, builder: Builder) -> Tree:
     logits = drafter.draft(stream.number, np.array(stream.history, np.int32))  # (L,V)
-    return best_first_tree(draft_table(logits, budget), root=stream.history[-1], budget=budget)
+    return builder(draft_table(logits, budget), stream.history[-1], budget)
 
 
-def _forward(session: Session, rows: Rows, want: NDArray[np.bool_] | None = None) -> Float:
+def _forward(
+    session: Session, rows: Rows, want: NDArray[np.bool_] | None = None, observer: FeatureDrafter | None = None
+) -> tuple[Float, Float]:
+    """Logits of the wanted rows, and the features [T, layers * hidden] that `observer` reads (none: [T, 0])."""
     wanted = np.ones(len(rows), np.bool_) if want is None else want
-    logits = session.forward(rows, wanted, frozenset(), lambda name, layer, array: None)
+    layers = () if observer is None else observer.feature_layers
+    kept: dict[int, NDArray[Any]] = {}
+
+    def keep(name: str, layer: int, array: NDArray[Any]) -> None:
+        if layer in layers:
+            kept[layer] = array.copy()  # a sink copies at once
+
+    logits = session.forward(rows, wanted, frozenset({FEATURE_TAP} if layers else ()), keep)
     if logits.ndim != 2 or len(logits) != np.count_nonzero(wanted) or logits.dtype != np.float32:
         raise BadLogits(f"logits are {logits.dtype} {list(logits.shape)}, but {np.count_nonzero(wanted)} rows of float32 were asked for")
     if np.isnan(logits).any():
         row, token = (int(i) for i in np.argwhere(np.isnan(logits))[0])
         raise BadLogits(f"the logit of token {token} in row {row} is NaN")
-    return logits
+    missing = set(layers) - set(kept)
+    if missing:
+        raise MissingFeatures(f"the drafter reads {FEATURE_TAP} of layer {min(missing)}, but the session did not push it")
+    empty = np.zeros((len(rows), 0), np.float32)
+    return logits, np.concatenate([kept[layer] for layer in layers], axis=1) if layers else empty

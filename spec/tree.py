@@ -155,6 +155,11 @@ def best_first_tree(table: DraftTable, root: int, budget: int) -> Tree:
     )
 
 
+def root_tree(root: int) -> Tree:
+    """The tree of budget 0: plain autoregressive decoding (T5)."""
+    return Tree(np.array([root], np.int32), np.array([-1], np.int32), np.zeros(1, np.int32), ((),), np.zeros(1), 0, True)
+
+
 def _summable(table: DraftTable) -> tuple[list[list[float]], int]:
     """Rows of finite log_probs, as doubles (exponent 0), or as integers in units of 2**-exponent where a double sum may round.
 
