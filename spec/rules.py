@@ -1,7 +1,7 @@
 """Every rule by its id: what it says, a tiny example, where it comes from. Judgements, reports and `paritree explain` quote these.
 
-T table and tree, C compiled batch, V verification rows, A acceptance, K commit, D drafter interface, L the loop; M the model,
-N numerics. Where an example can be executed it is: `check` computes it with the spec itself, and a test calls every one.
+T table and tree, C compiled batch, V verification rows, A acceptance, S sampling, K commit, D drafter interface, L the loop;
+M the model, N numerics. Where an example can be executed it is: `check` computes it with the spec itself, and a test calls every one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from spec.engine import Rows
 from spec.ops import OPS
+from spec.sampling import Sampling, keyed_uniforms, scaled_logits
+from spec.schemes import LossyError, Place, leviathan, sample_and_match, scheme, target_only_coin
 from spec.tree import (
     DraftTable,
     TreeError,
@@ -122,6 +124,67 @@ def _isolated_requests() -> bool:
     trees = [best_first_tree(table, root=1, budget=2), best_first_tree(table, root=2, budget=1)]
     rows: Rows = tree_rows([0, 1], trees, [3, 7])
     return _equal(rows.parent, [-1, 0, 0, -1, 3]) and _equal(rows.position, [3, 4, 4, 7, 8]) and _equal(rows.sequence, [0, 0, 0, 1, 1])
+
+
+def _sampled(logits: list[float], history: list[int], prompt_len: int = 0, **fields: Any) -> list[float]:
+    z: list[float] = scaled_logits(Sampling(**fields), np.array(logits, np.float32), history, prompt_len).tolist()
+    return z
+
+
+def _matches_half_the_time() -> bool:
+    """Over a fair coin, the child of mass 1/2 is taken in one of two runs; Leviathan's rule with q = 1/2 never leaves it."""
+
+    @dataclass(frozen=True)
+    class Says:
+        outcome: int
+
+        def token(self, z: Any, place: Place) -> int:
+            return self.outcome
+
+        def pick(self, weights: Any, place: Place) -> int:
+            return int(np.flatnonzero(weights)[-1])
+
+    z = np.log(np.array([0.5, 0.5]))
+    runs = [sample_and_match(z, [1], [0.5], Says(outcome), Place(0, 0)) for outcome in (0, 1)]
+    return runs == [(0, False), (1, True)] and leviathan(z, [1], [0.5], Says(0), Place(0, 0)) == (1, True)
+
+
+def _own_path() -> bool:
+    """Token 1 was drafted below the root: on that path it is penalised, beside it, it is not."""
+    return _sampled([0.0, 1.0], [7, 1], 1, frequency_penalty=2.0) == [0.0, -1.0] and _sampled(
+        [0.0, 1.0], [7], 1, frequency_penalty=2.0
+    ) == [0.0, 1.0]
+
+
+def _noise_by_position() -> bool:
+    """A token of the vocabulary and a position have one number, however it is asked for."""
+    return _equal(keyed_uniforms(3, 0, 5, 8)[:4], keyed_uniforms(3, 0, 5, 4)) and not _equal(
+        keyed_uniforms(3, 0, 6, 4), keyed_uniforms(3, 0, 5, 4)
+    )
+
+
+def _coin_covers() -> bool:
+    @dataclass(frozen=True)
+    class Coin:
+        uniform: float
+
+        def token(self, z: Any, place: Place) -> int:
+            return int(np.flatnonzero(z > -INF)[0])
+
+        def pick(self, weights: Any, place: Place) -> int:
+            return int((np.cumsum(weights) <= self.uniform).sum())
+
+    z = np.log(np.array([0.125, 0.5, 0.25, 0.125]))
+    taken = [target_only_coin(z, [1, 2], [0.5, 0.5], Coin(u), Place(0, 0)) for u in (0.4, 0.6, 0.8)]
+    return taken == [(1, True), (2, True), (0, False)]
+
+
+def _lossy_needs_its_name() -> bool:
+    try:
+        scheme("leviathan")
+    except LossyError:
+        return scheme("leviathan", allow_lossy=True) is leviathan
+    return False
 
 
 def _split_scores() -> bool:
@@ -273,6 +336,7 @@ _COMMIT_RULES = (
         "Sampling keeps the target's law: sample at each node of the walk and go on at a match.",
         "one child x, p(x) = .5, drafted with q(x) = .5: min(1, p/q) emits x always, sample-and-match half the time",
         f"{DDTREE}; Leviathan's rule on top-k children is biased, warpfront/hipfire #483",
+        _matches_half_the_time,
     ),
     Rule(
         "A3",
@@ -299,6 +363,45 @@ _COMMIT_RULES = (
         "Logits processors see the history of each node's own path.",
         "repetition penalty: node 2 under node 1 is penalised for node 1's token, its uncle is not",
         "Avarok-Cybersecurity/atlas #132",
+        _own_path,
+    ),
+    Rule(
+        "S1",
+        "A row's law is softmax(z): bias, repetition (divide if positive, else multiply), frequency, presence, temperature, min-p, top-k, top-p.",
+        "logits (4, -1), both seen, repetition 2, temperature 1/2 -> z = (4, -4)",
+        "vLLM v1 sampler, same order; float64 here, the model's dtype in transformers and the reference",
+        lambda: _sampled([4.0, -1.0], [0, 1], repetition_penalty=2.0, temperature=0.5) == [4.0, -4.0],
+    ),
+    Rule(
+        "S2",
+        "Truncation: p >= min_p * p_max; then k tokens by (z, id); then the shortest head whose mass reaches top_p. Temperature 0: the best alone.",
+        "four equal logits, top_p 1/2 -> tokens 0 and 1; logits (1, 2, 2), temperature 0 -> token 1",
+        "vLLM, transformers; equals of the k-th are all kept there (top_k_ties = all)",
+        lambda: (
+            np.isfinite(_sampled([1.0] * 4, [], top_p=0.5)).tolist() == [True, True, False, False]
+            and int(np.argmax(_sampled([1.0, 2.0, 2.0], [], temperature=0.0))) == 1
+        ),
+    ),
+    Rule(
+        "S3",
+        "Token = argmax(z + g), g = -log(-log u), u from Philox4x64-10 keyed by (seed, position): sequential and tree decoding draw the same.",
+        "the u of token 3 at position 5 is word 3 of block 1 of key (seed, 5), whatever was drawn before",
+        "this spec; Gumbel-max, Philox of Salmon et al. 2011",
+        _noise_by_position,
+    ),
+    Rule(
+        "S4",
+        "Target-only coin: one number takes the first child whose cumulative mass covers it; else an independent draw without the children.",
+        "children of mass .5 and .25: coin .6 takes the second; coin .8 draws from the others",
+        "SGLang tree_speculative_sampling_target_only with both thresholds at 1; vllm-project/vllm #54282 (dependent noise)",
+        _coin_covers,
+    ),
+    Rule(
+        "S5",
+        "Lossy modes (Leviathan's min(1, p/q) on unsampled children, typical acceptance, thresholds below 1) run by name only.",
+        "scheme('leviathan') is refused unless allow_lossy is set",
+        "total variation .40 on V = 3; vLLM refuses lossy methods (#50808)",
+        _lossy_needs_its_name,
     ),
     Rule(
         "K1",
