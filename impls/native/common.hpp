@@ -70,7 +70,6 @@ class Buffer {
     if (static_cast<int64_t>(values_.size()) < count) values_.resize(static_cast<std::size_t>(count));
     return values_.data();
   }
-  float* data() { return values_.data(); }
 
  private:
   std::vector<float> values_;

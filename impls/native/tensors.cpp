@@ -1,3 +1,4 @@
+// Refusals of tensors, in words: name, found, expected.
 #include "tensors.hpp"
 
 namespace paritree {
