@@ -101,7 +101,7 @@ def _library(source: str) -> Any:
         f'#include "{emulator / "emulator.hpp"}"\n{source}\n#define PARITREE_KERNEL_LIST(X) {listing}\n'
         f'#include "{emulator / "emulator.cpp"}"\n'
     )
-    flags = (*FLAGS, *_architecture_flags())
+    flags = (*FLAGS, *architecture_flags())
     parts = [text, *flags, *compiler, native_build.compiler_version(compiler), platform.machine()]
     parts += [(emulator / name).read_text() for name in ("emulator.hpp", "emulator.cpp")]
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=10).hexdigest()
@@ -125,7 +125,7 @@ def _library(source: str) -> Any:
     return function
 
 
-def _architecture_flags() -> tuple[str, ...]:
+def architecture_flags() -> tuple[str, ...]:
     """FMA in hardware where the processor has it: fmaf is a slow library call otherwise. The results are the same."""
     try:
         flags = Path("/proc/cpuinfo").read_text()

@@ -1,6 +1,7 @@
 // Element-wise operations in float32: answers spec/ops/{embed,add,swiglu,rope,combine}.py. One thread an element, one launch each.
 //
-//   embed    out [rows, width] = table[ids]
+//   embed    out [rows, width] = table[ids]; a negative id is padding (C4) and gives zeros
+//   scatter  out[slots] = rows [rows, width]; a negative slot is padding and writes nothing
 //   add      out = a + b, one rounding
 //   swiglu   out = gate * sigmoid(gate) * up
 //   rope     pairs (2i, 2i+1), or (i, i + half) with half_layout, of each head; strides in elements, so that parts of wider rows work
@@ -10,8 +11,16 @@
 
 // grid (rows), any block
 extern "C" __global__ void embed_f32(const float* table, const int* ids, float* out, int width) {
-    const float* row = table + static_cast<long long>(ids[blockIdx.x]) * width;
-    for (int c = threadIdx.x; c < width; c += blockDim.x) out[static_cast<long long>(blockIdx.x) * width + c] = row[c];
+    const int id = ids[blockIdx.x];
+    const float* row = table + static_cast<long long>(id < 0 ? 0 : id) * width;
+    for (int c = threadIdx.x; c < width; c += blockDim.x) out[static_cast<long long>(blockIdx.x) * width + c] = id < 0 ? 0.0f : row[c];
+}
+
+extern "C" __global__ void scatter_f32(const float* rows, const int* slots, float* out, int width) {
+    const int slot = slots[blockIdx.x];
+    if (slot < 0) return;
+    for (int c = threadIdx.x; c < width; c += blockDim.x)
+        out[static_cast<long long>(slot) * width + c] = rows[static_cast<long long>(blockIdx.x) * width + c];
 }
 
 // The next three: grid-stride over `count` elements

@@ -194,7 +194,7 @@ best_first_tree(const int* ids, const float* log_probs, int depth_max, int width
 }
 
 // Positions, visibility bits and bytes of a tree. grid (rows), block a multiple of 32; bits [rows, ceil(rows / 32)]; visible
-// [rows, prefix_len + rows] bytes, or null. Rows past *count (padding, C4) see themselves only; count may be null.
+// [rows, prefix_len + rows] bytes, or null. Rows past *count (padding, C4) see themselves only; count may be null. status null: any forest.
 // Dynamic shared memory: ceil(rows / 32) words.
 extern "C" __global__ void tree_mask(const int* parents, const int* count, int rows, int prefix_len, int* positions, unsigned* bits,
                                      unsigned char* visible, int* status) {
@@ -209,7 +209,7 @@ extern "C" __global__ void tree_mask(const int* parents, const int* count, int r
         row_bits[node >> 5] |= 1u << (node & 31);
         if (!padding) {
             const int parent = parents[row];
-            if (row == 0 ? parent != -1 : parent < 0 || parent >= row) atomicOr(status, STATUS_STRUCTURE);
+            if (status != nullptr && (row == 0 ? parent != -1 : parent < 0 || parent >= row)) atomicOr(status, STATUS_STRUCTURE);
             for (int up = parent; up >= 0 && up < node; up = parents[node]) {  // a malformed tree ends the walk too
                 node = up;
                 row_bits[node >> 5] |= 1u << (node & 31);

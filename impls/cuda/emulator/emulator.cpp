@@ -2,6 +2,7 @@
 // includes this one (impls/cuda/emulate.py).
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <sys/mman.h>
 #include <tuple>
 #include <utility>
@@ -38,8 +39,7 @@ unsigned char* stacks = nullptr;
 uint64_t slots[kThreads / 32][32];
 unsigned arrived[kThreads / 32];
 unsigned current = 0;
-void (*body)(void**) = nullptr;
-void** body_args = nullptr;
+const std::function<void()>* body = nullptr;
 alignas(256) unsigned char shared_memory[kShared + kGuard];
 
 #if defined(__x86_64__)
@@ -75,7 +75,7 @@ void to_fiber() { swapcontext(&main_context, &fibers[current].context); }
 #endif
 
 void run_fiber() {
-  body(body_args);
+  (*body)();
   fibers[current].state = State::done;
   to_main();
   std::abort();  // a finished fiber is never resumed
@@ -156,6 +156,40 @@ void warp_barrier(unsigned mask) {
 
 uint64_t* warp_slots() { return slots[current / 32]; }
 
+// Every block of the grid, one after the other. seed 0: threads in order; any other: shuffled after every barrier.
+const char* run(unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads, unsigned shared_bytes, const std::function<void()>& kernel,
+                uint64_t seed) {
+  if (threads == 0 || threads > kThreads || threads % 32 != 0) return "threads must be a multiple of 32 up to 1024";
+  if (shared_bytes > kShared) return "too much shared memory";
+  if (grid_x == 0 || grid_y == 0 || grid_z == 0 || grid_y > 65535 || grid_z > 65535) return "the grid is empty or too large";
+  if (stacks == nullptr) {
+    void* memory = mmap(nullptr, kStack * kThreads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) std::abort();
+    stacks = static_cast<unsigned char*>(memory);
+  }
+  body = &kernel;
+  blockDim = {threads, 1, 1};
+  gridDim = {grid_x, grid_y, grid_z};
+  threadIdx = {0, 0, 0};
+  paritree_dynamic_shared = shared_memory;
+  random_state = seed;
+  std::vector<unsigned> order(threads);
+  for (unsigned t = 0; t < threads; ++t) order[t] = t;
+  for (unsigned z = 0; z < grid_z; ++z) {
+    for (unsigned y = 0; y < grid_y; ++y) {
+      for (unsigned x = 0; x < grid_x; ++x) {
+        blockIdx = {x, y, z};
+        std::memset(shared_memory, 0xff, shared_bytes + kGuard);
+        if (const char* problem = run_block(threads, order, seed != 0)) return problem;
+        for (std::size_t i = 0; i < kGuard; ++i) {
+          if (shared_memory[shared_bytes + i] != 0xff) return "dynamic shared memory is written past its end";
+        }
+      }
+    }
+  }
+  return nullptr;
+}
+
 template <class... Args, std::size_t... I>
 void unpack(void (*kernel)(Args...), void** args, std::index_sequence<I...>) {
   kernel(*static_cast<std::remove_cv_t<std::remove_reference_t<Args>>*>(args[I])...);
@@ -179,7 +213,7 @@ const Entry entries[] = {PARITREE_KERNEL_LIST(PARITREE_ENTRY)};
 
 }  // namespace paritree_emulator
 
-// 0, or 1 with a message. seed 0: threads in order; any other: shuffled after every barrier.
+// 0, or 1 with a message
 extern "C" int paritree_emulate(const char* name, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads, unsigned shared_bytes,
                                 void** args, int arguments, uint64_t seed, char* message, unsigned message_bytes) {
   using namespace paritree_emulator;
@@ -190,37 +224,7 @@ extern "C" int paritree_emulate(const char* name, unsigned grid_x, unsigned grid
   const char* problem = nullptr;
   if (found == nullptr) problem = "there is no such kernel";
   else if (found->arguments != arguments) problem = "the number of arguments differs";
-  else if (threads == 0 || threads > kThreads || threads % 32 != 0) problem = "threads must be a multiple of 32 up to 1024";
-  else if (shared_bytes > kShared) problem = "too much shared memory";
-  else if (grid_x == 0 || grid_y == 0 || grid_z == 0 || grid_y > 65535 || grid_z > 65535) problem = "the grid is empty or too large";
-  if (problem == nullptr) {
-    if (stacks == nullptr) {
-      void* memory = mmap(nullptr, kStack * kThreads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (memory == MAP_FAILED) std::abort();
-      stacks = static_cast<unsigned char*>(memory);
-    }
-    body = found->run;
-    body_args = args;
-    blockDim = {threads, 1, 1};
-    gridDim = {grid_x, grid_y, grid_z};
-    threadIdx = {0, 0, 0};
-    paritree_dynamic_shared = shared_memory;
-    random_state = seed;
-    std::vector<unsigned> order(threads);
-    for (unsigned t = 0; t < threads; ++t) order[t] = t;
-    for (unsigned z = 0; z < grid_z && !problem; ++z) {
-      for (unsigned y = 0; y < grid_y && !problem; ++y) {
-        for (unsigned x = 0; x < grid_x && !problem; ++x) {
-          blockIdx = {x, y, z};
-          std::memset(shared_memory, 0xff, shared_bytes + kGuard);
-          problem = run_block(threads, order, seed != 0);
-          for (std::size_t i = 0; i < kGuard && !problem; ++i) {
-            if (shared_memory[shared_bytes + i] != 0xff) problem = "dynamic shared memory is written past its end";
-          }
-        }
-      }
-    }
-  }
+  else problem = run(grid_x, grid_y, grid_z, threads, shared_bytes, [&] { found->run(args); }, seed);
   if (problem == nullptr) return 0;
   std::snprintf(message, message_bytes, "%s: %s", name, problem);
   return 1;

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 
 #define PARITREE_EMULATOR 1
 #define __device__
@@ -48,6 +49,9 @@ namespace paritree_emulator {
 void block_barrier();
 void warp_barrier(unsigned mask);
 uint64_t* warp_slots();  // 32 exchange slots of the running fiber's warp
+// Runs a grid; null, or what went wrong.
+const char* run(unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned threads, unsigned shared_bytes, const std::function<void()>& kernel,
+                uint64_t seed = 0);
 }  // namespace paritree_emulator
 
 inline unsigned paritree_lane() { return threadIdx.x & 31u; }

@@ -1,0 +1,307 @@
+// Launches of the kernels, on the CUDA runtime or, compiled with the emulator, on the CPU. See launch.hpp.
+#ifndef PARITREE_EMULATOR
+#include <cuda_runtime.h>
+
+#include "../kernels.cuh"
+#endif
+
+#include "launch.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#ifndef PARITREE_NO_CUBLAS
+#include "cublas_gemm.hpp"
+#endif
+
+namespace paritree::cuda {
+namespace {
+
+constexpr int64_t kWorkspaceMax = int64_t{64} << 20;  // bytes, of one attention call
+constexpr int64_t kTiledRows = 64, kTiledKeys = 32;
+constexpr int kFewRows = 8, kGroupedRows = 32, kDraftChunk = 4096, kDraftBins = 4096, kDraftSort = 4096, kArgmaxSplits = 64;
+constexpr int64_t kBudgetMax = 1024, kDepthMax = 20;
+
+bool is_tiled(int64_t kv_rank, int64_t width) { return kv_rank == tiled_f32::RANK && width == tiled_f32::WIDTH; }
+
+int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+unsigned round_up(int64_t count, int64_t unit) { return static_cast<unsigned>(std::max<int64_t>(1, parts(count, unit)) * unit); }
+
+int narrow(int64_t value) {
+  if (value < 0 || value > 0x7fffffff) unsupported("a size is ", value, ", but these kernels count in 31 bits");
+  return static_cast<int>(value);
+}
+
+struct Grid {
+  int64_t x, y = 1, z = 1;
+};
+
+#ifdef PARITREE_EMULATOR
+
+template <class... Params, class... Args>
+void launch(const char* name, void (*kernel)(Params...), Grid grid, unsigned threads, int64_t shared_bytes, void*, Args... args) {
+  auto body = [&] { kernel(static_cast<Params>(args)...); };
+  const char* problem = paritree_emulator::run(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z), threads,
+                                               static_cast<unsigned>(shared_bytes), body);
+  if (problem != nullptr) failed(name, ": ", problem);
+}
+
+#else
+
+void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) failed(what, ": ", cudaGetErrorString(status));
+}
+
+template <class... Params, class... Args>
+void launch(const char* name, void (*kernel)(Params...), Grid grid, unsigned threads, int64_t shared_bytes, void* stream, Args... args) {
+  if (shared_bytes > 48 * 1024)
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)), name);
+  const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z));
+  kernel<<<blocks, threads, static_cast<std::size_t>(shared_bytes), static_cast<cudaStream_t>(stream)>>>(static_cast<Params>(args)...);
+  check(cudaGetLastError(), name);
+}
+
+#endif
+
+#define LAUNCH(kernel, grid, threads, shared_bytes, ...) launch(#kernel, kernel, Grid grid, threads, shared_bytes, stream_, __VA_ARGS__)
+
+}  // namespace
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+
+#ifdef PARITREE_EMULATOR
+
+Device::Device(Precision precision) : processors_(4), precision_(precision) {
+  if (precision != Precision::float32) unsupported("the emulator computes in float32");
+}
+Device::~Device() = default;
+void* Device::allocate(int64_t bytes) {
+  void* memory = std::aligned_alloc(256, round_up(bytes, 256));
+  if (memory == nullptr) throw std::bad_alloc();
+  std::memset(memory, 0xff, round_up(bytes, 256));
+  return memory;
+}
+void Device::release(void* memory) { std::free(memory); }
+void Device::copy_in(void* target, const void* host, int64_t bytes) {
+  if (bytes) std::memcpy(target, host, static_cast<std::size_t>(bytes));
+}
+void Device::copy_out(void* host, const void* source, int64_t bytes) { copy_in(host, source, bytes); }
+void Device::fill(void* target, int byte, int64_t bytes) { std::memset(target, byte, static_cast<std::size_t>(bytes)); }
+void Device::fill_rows(void* target, int64_t pitch_bytes, int byte, int64_t width_bytes, int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row) fill(static_cast<char*>(target) + row * pitch_bytes, byte, width_bytes);
+}
+void Device::copy_rows(void* target, const void* source, int64_t pitch_bytes, int64_t width_bytes, int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row) copy_in(static_cast<char*>(target) + row * pitch_bytes, static_cast<const char*>(source) + row * pitch_bytes, width_bytes);
+}
+void Device::synchronise() {}
+
+#else
+
+Device::Device(Precision precision) : precision_(precision) {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  stream_ = stream;
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+#ifdef PARITREE_NO_CUBLAS
+  if (precision != Precision::float32) unsupported("this library was built without cuBLAS, and its own products are float32");
+#else
+  blas_ = cublas_open(stream_);
+#endif
+}
+Device::~Device() {
+#ifndef PARITREE_NO_CUBLAS
+  if (blas_ != nullptr) cublas_close(blas_);
+#endif
+  cudaStreamDestroy(static_cast<cudaStream_t>(stream_));
+}
+void* Device::allocate(int64_t bytes) {
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, static_cast<std::size_t>(std::max<int64_t>(bytes, 256))), "cudaMalloc");
+  return memory;
+}
+void Device::release(void* memory) { cudaFree(memory); }
+void Device::copy_in(void* target, const void* host, int64_t bytes) {
+  // pageable memory: the runtime has staged the source when the call returns
+  if (bytes) check(cudaMemcpyAsync(target, host, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream_)), "copy to the device");
+}
+void Device::copy_out(void* host, const void* source, int64_t bytes) {
+  if (bytes) check(cudaMemcpyAsync(host, source, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream_)), "copy to the host");
+  synchronise();
+}
+void Device::fill(void* target, int byte, int64_t bytes) {
+  if (bytes) check(cudaMemsetAsync(target, byte, static_cast<std::size_t>(bytes), static_cast<cudaStream_t>(stream_)), "cudaMemsetAsync");
+}
+void Device::fill_rows(void* target, int64_t pitch_bytes, int byte, int64_t width_bytes, int64_t rows) {
+  check(cudaMemset2DAsync(target, static_cast<std::size_t>(pitch_bytes), byte, static_cast<std::size_t>(width_bytes), static_cast<std::size_t>(rows),
+                          static_cast<cudaStream_t>(stream_)),
+        "cudaMemset2DAsync");
+}
+void Device::copy_rows(void* target, const void* source, int64_t pitch_bytes, int64_t width_bytes, int64_t rows) {
+  check(cudaMemcpy2DAsync(target, static_cast<std::size_t>(pitch_bytes), source, static_cast<std::size_t>(pitch_bytes), static_cast<std::size_t>(width_bytes),
+                          static_cast<std::size_t>(rows), cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream_)),
+        "cudaMemcpy2DAsync");
+}
+void Device::synchronise() { check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream_)), "the work of the stream"); }
+
+#endif
+
+// ---- kernels ---------------------------------------------------------------------------------------------------------
+
+void Device::gather(const float* table, const int32_t* ids, float* out, int64_t rows, int64_t width) {
+  if (rows) LAUNCH(embed_f32, {rows}, 128, 0, table, ids, out, narrow(width));
+}
+
+void Device::scatter(const float* rows, const int32_t* slots, float* out, int64_t count, int64_t width) {
+  if (count) LAUNCH(scatter_f32, {count}, 128, 0, rows, slots, out, narrow(width));
+}
+
+void Device::add(const float* a, const float* b, float* out, int64_t count) {
+  if (count) LAUNCH(add_f32, {std::min<int64_t>(parts(count, 256), 32 * processors_)}, 256, 0, a, b, out, static_cast<long long>(count));
+}
+
+void Device::swiglu(const float* gate, const float* up, float* out, int64_t count) {
+  if (count) LAUNCH(swiglu_f32, {std::min<int64_t>(parts(count, 256), 32 * processors_)}, 256, 0, gate, up, out, static_cast<long long>(count));
+}
+
+void Device::rms_norm(const float* x, int64_t x_row, const float* gain, float eps, float* out, int64_t out_row, int64_t rows, int64_t width) {
+  const unsigned threads = std::min(256u, round_up(width, 32));
+  if (rows) LAUNCH(rms_norm_f32, {rows}, threads, 0, x, narrow(x_row), gain, eps, out, narrow(out_row), narrow(width));
+}
+
+void Device::rope(const float* x, int64_t x_row, int64_t x_head, const float* cos, const float* sin, float* out, int64_t out_row, int64_t out_head,
+                  int64_t rows, int64_t heads, int64_t dim, bool half_layout) {
+  const int64_t count = rows * heads * (dim / 2);
+  if (count)
+    LAUNCH(rope_f32, {std::min<int64_t>(parts(count, 256), 32 * processors_)}, 256, 0, x, narrow(x_row), narrow(x_head), cos, sin, out, narrow(out_row),
+           narrow(out_head), narrow(rows), narrow(heads), narrow(dim / 2), half_layout ? 1 : 0);
+}
+
+void Device::gemm(const Gemm& g) {
+  if (g.rows == 0 || g.cols == 0 || g.batches == 0) return;
+#ifndef PARITREE_NO_CUBLAS
+  if (blas_ != nullptr) return cublas_gemm(blas_, g, precision_);
+#endif
+  const auto run = [&](const char* name, auto* kernel, Grid grid) {
+    launch(name, kernel, grid, 256u, 0, stream_, g.a, narrow(g.a_row), static_cast<long long>(g.a_batch), g.b, narrow(g.b_row),
+           static_cast<long long>(g.b_batch), g.c, narrow(g.c_row), static_cast<long long>(g.c_batch), narrow(g.rows), narrow(g.cols), narrow(g.inner), 1.0f);
+  };
+  if (g.transposed) run("matmul_tiled_nt_f32", matmul_tiled_nt_f32, {parts(g.cols, 64), parts(g.rows, 64), g.batches});
+  else if (g.rows <= kFewRows) run("matmul_rows_f32", matmul_rows_f32, {parts(g.cols, 32), 1, g.batches});
+  else run("matmul_tiled_f32", matmul_tiled_f32, {parts(g.cols, 64), parts(g.rows, 64), g.batches});
+}
+
+void Device::router_scores(const float* logits, float* out, int64_t rows, int64_t experts, bool over_all) {
+  if (rows) LAUNCH(router_scores_f32, {rows}, 128, 0, logits, out, narrow(experts), over_all ? 1 : 0);
+}
+
+void Device::route(const float* scores, const float* bias, int32_t* ids, float* weights, int64_t rows, const Route& r) {
+  if (rows)
+    LAUNCH(route_f32, {rows}, 32, 4 * (r.experts + r.groups + r.top_k), scores, bias, ids, weights, narrow(r.experts), narrow(r.top_k), narrow(r.groups),
+           narrow(r.top_groups), r.group_score_max ? 1 : 0, r.norm_top_k ? 1 : 0, r.routed_scale, r.denominator_eps);
+}
+
+void Device::moe_group(const int32_t* ids, int32_t* starts, int32_t* order, int64_t pairs, int64_t experts) {
+  if (pairs) LAUNCH(::moe_group, {1}, std::min(1024u, round_up(experts, 32)), 4 * (experts + 1), ids, starts, order, narrow(pairs), narrow(experts));
+}
+
+void Device::matmul_grouped(const float* a, int64_t divisor, const float* b, const int32_t* starts, const int32_t* order, float* out, int64_t pairs,
+                            int64_t experts, int64_t cols, int64_t inner) {
+  const int64_t tiles = std::min(pairs, experts) + pairs / kGroupedRows;
+  if (pairs)
+    LAUNCH(matmul_grouped_f32, (Grid{parts(cols, 64), tiles}), 256, 0, a, narrow(divisor), b, starts, order, out, narrow(experts), narrow(cols), narrow(inner));
+}
+
+void Device::combine(const float* weights, const float* experts, const float* shared, float* out, int64_t rows, int64_t chosen, int64_t width) {
+  if (rows) LAUNCH(combine_f32, {rows}, 128, 0, weights, experts, shared, out, narrow(chosen), narrow(width));
+}
+
+namespace {
+// (parts of the keys, keys a part): enough blocks for the device, at least two tiles a part, workspace within kWorkspaceMax
+std::pair<int64_t, int64_t> key_splits(int64_t query_rows, int64_t keys, int processors) {
+  const int64_t wanted = std::max<int64_t>(1, processors / parts(query_rows, kTiledRows));
+  const int64_t room = std::max<int64_t>(1, kWorkspaceMax / (4 * query_rows * (tiled_f32::RANK + 2)));
+  const int64_t splits = std::max<int64_t>(1, std::min({wanted, room, parts(keys, 2 * kTiledKeys)}));
+  const int64_t each = round_up(parts(keys, splits), kTiledKeys);
+  return {std::max<int64_t>(1, parts(keys, each)), each};
+}
+}  // namespace
+
+int64_t Device::attention_workspace(int64_t rows, int64_t heads, int64_t kv_rank, int64_t width, int64_t keys) const {
+  if (!is_tiled(kv_rank, width)) return 0;
+  const int64_t splits = key_splits(rows * heads, keys, processors_).first;
+  return splits > 1 ? splits * rows * heads * (kv_rank + 2) : 0;
+}
+
+void Device::tree_attention(const Attention& a, float* workspace) {
+  if (a.rows == 0) return;
+  if (!is_tiled(a.kv_rank, a.width)) {
+    LAUNCH(tree_attention_plain_f32, (Grid{a.rows * a.heads}), 128, 4 * (a.width + 132), a.query, a.cache, a.pages.table, a.pages.size, a.bits, narrow(a.words),
+           narrow(a.heads), narrow(a.kv_rank), narrow(a.width), narrow(a.prefix_len), narrow(a.keys), a.scale, a.out);
+    return;
+  }
+  const int64_t query_rows = a.rows * a.heads;
+  const auto [splits, each] = key_splits(query_rows, a.keys, processors_);
+  float* part_out = splits > 1 ? workspace : nullptr;
+  float* part_stat = splits > 1 ? workspace + splits * query_rows * a.kv_rank : nullptr;
+  LAUNCH(tree_attention_tiled_f32, (Grid{parts(query_rows, kTiledRows), splits}), 256, tiled_f32::SHARED_BYTES, a.query, a.cache, a.pages.table, a.pages.size,
+         a.bits, narrow(a.words), static_cast<const unsigned*>(nullptr), narrow(a.heads), narrow(query_rows), narrow(a.prefix_len), narrow(a.keys),
+         narrow(each), a.scale, a.out, part_out, part_stat);
+  if (splits > 1)
+    LAUNCH(tree_attention_merge_f32, {query_rows}, 128, 0, part_out, part_stat, narrow(splits), narrow(query_rows), narrow(a.kv_rank), a.out);
+}
+
+void Device::argmax(const float* logits, int32_t* ids, uint64_t* workspace, int64_t rows, int64_t vocab) {
+  if (rows == 0) return;
+  const int64_t splits = std::min<int64_t>(kArgmaxSplits, parts(vocab, 4096));
+  if (splits < 2) {
+    LAUNCH(argmax_f32, {rows}, 256, 0, logits, ids, narrow(vocab));
+    return;
+  }
+  unsigned long long* partial = reinterpret_cast<unsigned long long*>(workspace);
+  LAUNCH(argmax_split_f32, (Grid{rows, splits}), 256, 0, logits, partial, narrow(vocab));
+  LAUNCH(argmax_join, {rows}, 32, 0, partial, ids, narrow(splits));
+}
+
+void Device::draft_table(const float* logits, int32_t* ids, float* log_probs, int32_t* status, uint32_t* counters, float* parts_of, uint64_t* candidates,
+                         int64_t depths, int64_t vocab, int64_t width) {
+  if (width > kBudgetMax) unsupported("T5: ", width, " candidates a depth are asked for, but these kernels hold ", kBudgetMax);
+  if (depths == 0 || width == 0) return;
+  const int64_t blocks = parts(vocab, kDraftChunk);
+  fill(counters, 0, 4 * depths * (kDraftBins + 1));
+  uint32_t* counts = counters + depths * kDraftBins;
+  unsigned long long* found = reinterpret_cast<unsigned long long*>(candidates);
+  LAUNCH(draft_scan, (Grid{blocks, depths}), 256, 0, logits, parts_of, counters, status, narrow(vocab));
+  LAUNCH(draft_collect, (Grid{blocks, depths}), 256, 0, logits, counters, found, counts, narrow(vocab), narrow(width));
+  LAUNCH(draft_finish, {depths}, 1024, 8 * kDraftSort, parts_of, found, counts, ids, log_probs, narrow(blocks), narrow(vocab), narrow(width));
+}
+
+void Device::best_first_tree(const int32_t* ids, const float* log_probs, int64_t depths, int64_t width, int64_t budget, int32_t root, int32_t* tokens,
+                             int32_t* parents, int32_t* node_depths, int32_t* count, int32_t* status) {
+  if (budget > kBudgetMax || depths > kDepthMax)
+    unsupported("T5: budget ", budget, " and ", depths, " depths are asked for, but these kernels hold ", kBudgetMax, " and ", kDepthMax);
+  LAUNCH(::best_first_tree, {1}, 256, (budget + 1) * 72, ids, log_probs, narrow(depths), narrow(width), narrow(budget), root, tokens, parents, node_depths, count,
+         status);
+}
+
+void Device::tree_mask(const int32_t* parents, const int32_t* count, int64_t rows, int64_t prefix_len, int32_t* positions, uint32_t* bits) {
+  if (rows)
+    LAUNCH(::tree_mask, {rows}, 128, 4 * parts(rows, 32), parents, count, narrow(rows), narrow(prefix_len), positions, bits,
+           static_cast<unsigned char*>(nullptr), static_cast<int*>(nullptr));
+}
+
+void Device::accept(const int32_t* tokens, const int32_t* parents, const int32_t* target, const int32_t* count, int64_t rows, int32_t* path, int32_t* length,
+                    int32_t* bonus, int32_t* status) {
+  LAUNCH(accept_greedy, {1}, std::min(1024u, round_up(rows, 32)), 4 * rows, tokens, parents, target, count, narrow(rows), 0, path, length, bonus, status);
+}
+
+void Device::compact(float* store, int64_t layer_stride, Pages pages, const int32_t* path, const int32_t* kept, int64_t prefix_len, int64_t width,
+                     int64_t layers) {
+  LAUNCH(compact_layers, (Grid{parts(width, 64), layers}), 64, 0, reinterpret_cast<unsigned*>(store), static_cast<long long>(layer_stride), pages.table,
+         pages.size, path, kept, narrow(prefix_len), narrow(width));
+}
+
+}  // namespace paritree::cuda

@@ -1,0 +1,96 @@
+// The device as the native engine sees it: memory, copies, and every kernel as a function. launch.cu implements it on the CUDA runtime;
+// compiled with the emulator, the same file runs the same kernels on the CPU.
+//
+// All work is in order on one stream a session; nothing here waits except `synchronise` and the copies to the host. Errors of the runtime
+// are Error(FAILED) with the call that showed them. Dimension letters as in spec/ops.
+#pragma once
+
+#include <cstdint>
+
+#include "../../native/common.hpp"
+
+namespace paritree::cuda {
+
+enum class Precision { float32, tf32, bf16 };  // of the operands of matrix products
+
+struct Pages {
+  const int32_t* table = nullptr;  // on the device; null: contiguous
+  int size = 1;
+};
+
+// One stream, its cuBLAS handle where there is cuBLAS, and the properties of the device. Not copied, not shared by threads.
+class Device {
+ public:
+  explicit Device(Precision precision);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  void* allocate(int64_t bytes);
+  void release(void* memory);
+  void copy_in(void* target, const void* host, int64_t bytes);   // the source may be reused on return
+  void copy_out(void* host, const void* source, int64_t bytes);  // waits
+  void fill(void* target, int byte, int64_t bytes);
+  void fill_rows(void* target, int64_t pitch_bytes, int byte, int64_t width_bytes, int64_t rows);
+  void copy_rows(void* target, const void* source, int64_t pitch_bytes, int64_t width_bytes, int64_t rows);
+  void synchronise();
+
+  void gather(const float* table, const int32_t* ids, float* out, int64_t rows, int64_t width);
+  void scatter(const float* rows, const int32_t* slots, float* out, int64_t count, int64_t width);
+  void add(const float* a, const float* b, float* out, int64_t count);
+  void swiglu(const float* gate, const float* up, float* out, int64_t count);
+  void rms_norm(const float* x, int64_t x_row, const float* gain, float eps, float* out, int64_t out_row, int64_t rows, int64_t width);
+  void rope(const float* x, int64_t x_row, int64_t x_head, const float* cos, const float* sin, float* out, int64_t out_row, int64_t out_head, int64_t rows,
+            int64_t heads, int64_t dim, bool half_layout);
+  // c[z] = a[z] @ b[z], row strides and batch strides in elements; `transposed`: b[z] is [cols, inner].
+  struct Gemm {
+    const float* a;
+    int64_t a_row, a_batch;
+    const float* b;
+    int64_t b_row, b_batch;
+    float* c;
+    int64_t c_row, c_batch, rows, cols, inner, batches;
+    bool transposed;
+  };
+  void gemm(const Gemm& gemm);
+  void router_scores(const float* logits, float* out, int64_t rows, int64_t experts, bool over_all);
+  struct Route {
+    int64_t experts, top_k, groups, top_groups;
+    bool group_score_max, norm_top_k;
+    float routed_scale, denominator_eps;
+  };
+  void route(const float* scores, const float* bias, int32_t* ids, float* weights, int64_t rows, const Route& rule);
+  void moe_group(const int32_t* ids, int32_t* starts, int32_t* order, int64_t pairs, int64_t experts);
+  void matmul_grouped(const float* a, int64_t divisor, const float* b, const int32_t* starts, const int32_t* order, float* out, int64_t pairs,
+                      int64_t experts, int64_t cols, int64_t inner);
+  void combine(const float* weights, const float* experts, const float* shared, float* out, int64_t rows, int64_t chosen, int64_t width);
+  struct Attention {
+    const float* query;  // [rows, heads, width]
+    const float* cache;  // slots of one layer
+    Pages pages;
+    const uint32_t* bits;
+    int64_t words, rows, heads, kv_rank, width, prefix_len, keys;
+    float scale;
+    float* out;  // [rows, heads, kv_rank]
+  };
+  int64_t attention_workspace(int64_t rows, int64_t heads, int64_t kv_rank, int64_t width, int64_t keys) const;  // floats
+  void tree_attention(const Attention& attention, float* workspace);
+  void argmax(const float* logits, int32_t* ids, uint64_t* workspace, int64_t rows, int64_t vocab);  // workspace: [rows, 64]
+  // Workspaces of draft_table: counters [depths * 4097] words, parts [depths * ceil(vocab / 4096) * 2] floats, candidates [depths * vocab].
+  void draft_table(const float* logits, int32_t* ids, float* log_probs, int32_t* status, uint32_t* counters, float* parts, uint64_t* candidates,
+                   int64_t depths, int64_t vocab, int64_t width);
+  void best_first_tree(const int32_t* ids, const float* log_probs, int64_t depths, int64_t width, int64_t budget, int32_t root, int32_t* tokens,
+                       int32_t* parents, int32_t* node_depths, int32_t* count, int32_t* status);
+  void tree_mask(const int32_t* parents, const int32_t* count, int64_t rows, int64_t prefix_len, int32_t* positions, uint32_t* bits);
+  void accept(const int32_t* tokens, const int32_t* parents, const int32_t* target, const int32_t* count, int64_t rows, int32_t* path, int32_t* length,
+              int32_t* bonus, int32_t* status);
+  void compact(float* store, int64_t layer_stride, Pages pages, const int32_t* path, const int32_t* kept, int64_t prefix_len, int64_t width, int64_t layers);
+
+ private:
+  void* stream_ = nullptr;
+  void* blas_ = nullptr;
+  int processors_ = 1;
+  Precision precision_;
+};
+
+}  // namespace paritree::cuda

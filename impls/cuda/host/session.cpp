@@ -1,0 +1,644 @@
+// Sessions of the CUDA engine: the plan of a batch on the host, everything else on the device.
+#include "session.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+
+#include "../../native/tensors.hpp"
+#include "../../native/tree.hpp"
+
+namespace paritree::cuda {
+namespace {
+
+constexpr int64_t kFirstPositions = 256;
+
+int64_t words_for(int64_t rows) { return (rows + 31) / 32; }
+
+}  // namespace
+
+// Rows of a batch, sorted by sequence: `batch[i]` is where row i of the sorted order stands in the caller's batch.
+struct DeviceSession::Order {
+  std::vector<int64_t> batch;
+  bool identity = true;
+
+  // Host rows from the sorted order to the caller's.
+  template <class T>
+  void restore(std::vector<T>& values, int64_t width) const {
+    if (identity) return;
+    const std::vector<T> sorted = values;
+    for (std::size_t i = 0; i < batch.size(); ++i)
+      std::copy_n(sorted.begin() + static_cast<std::ptrdiff_t>(static_cast<int64_t>(i) * width), width,
+                  values.begin() + static_cast<std::ptrdiff_t>(batch[i] * width));
+  }
+};
+
+DeviceSession::DeviceSession(const ModelConfig& config, paritree_weight_fn weight, void* user, int64_t cache_slots, Precision precision)
+    : config_(config),
+      device_(precision),
+      rope_(config.rope),
+      store_(device_, config.layers * ((cache_slots + kPageRows - 1) / kPageRows * kPageRows) * config.cache_dim()),
+      slots_((cache_slots + kPageRows - 1) / kPageRows * kPageRows) {
+  const char* poison = std::getenv("PARITREE_CUDA_POISON");
+  poison_ = poison != nullptr && *poison != '\0' && *poison != '0';
+  device_.fill(store_.data(), 0xff, store_.count() * 4);
+  // neither pages nor slots follow logical order: odd pages upwards, then even ones downwards, taken from the end
+  const int32_t pages = static_cast<int32_t>(slots_ / kPageRows);
+  for (int32_t page = pages - 1; page >= 0; --page)
+    if (page % 2) free_.push_back(page);
+  for (int32_t page = 0; page < pages; ++page)
+    if (page % 2 == 0) free_.insert(free_.begin(), page);
+  load(weight, user);
+}
+
+void DeviceSession::load(paritree_weight_fn callback, void* user) {
+  const ModelConfig& c = config_;
+  const auto take = [&](const std::string& name, std::initializer_list<int64_t> shape) {
+    DLTensor tensor{};
+    const paritree_status status = callback(user, name.c_str(), &tensor);
+    if (status != PARITREE_OK) failed("the weight callback answered ", status, " for ", name, "; expected float32 ", shape_text(shape.begin(), static_cast<int64_t>(shape.size())));
+    const float* data = checked_data<float>(name.c_str(), tensor, shape);
+    int64_t count = 1;
+    for (const int64_t size : shape) count *= size;
+    Memory<float> memory(device_, count);
+    device_.copy_in(memory.data(), data, count * 4);
+    device_.synchronise();  // the source may be overwritten at the next call of the callback
+    weights_.emplace(name, std::move(memory));
+  };
+  take("embed", {c.vocab, c.hidden});
+  for (int64_t layer = 0; layer < c.layers; ++layer) {
+    const auto of = [layer](const char* name) { return std::to_string(layer) + "." + name; };
+    take(of("attn_norm"), {c.hidden});
+    if (c.q_rank > 0) {
+      take(of("q_a"), {c.hidden, c.q_rank});
+      take(of("q_a_norm"), {c.q_rank});
+      take(of("q_b"), {c.q_rank, c.heads * c.head_dim()});
+    } else {
+      take(of("q"), {c.hidden, c.heads * c.head_dim()});
+    }
+    take(of("kv_a"), {c.hidden, c.cache_dim()});
+    take(of("kv_a_norm"), {c.kv_rank});
+    take(of("w_kc"), {c.heads, c.nope_dim, c.kv_rank});
+    take(of("w_vc"), {c.heads, c.kv_rank, c.v_dim});
+    take(of("o"), {c.heads * c.v_dim, c.hidden});
+    take(of("ffn_norm"), {c.hidden});
+    if (c.is_dense(layer)) {
+      take(of("gate"), {c.hidden, c.dense_dim});
+      take(of("up"), {c.hidden, c.dense_dim});
+      take(of("down"), {c.dense_dim, c.hidden});
+      continue;
+    }
+    take(of("router"), {c.hidden, c.experts});
+    if (!c.scoring_softmax) take(of("router_bias"), {c.experts});
+    take(of("expert_gate"), {c.experts, c.hidden, c.expert_dim});
+    take(of("expert_up"), {c.experts, c.hidden, c.expert_dim});
+    take(of("expert_down"), {c.experts, c.expert_dim, c.hidden});
+    if (c.shared_experts > 0) {
+      take(of("shared_gate"), {c.hidden, c.shared_dim()});
+      take(of("shared_up"), {c.hidden, c.shared_dim()});
+      take(of("shared_down"), {c.shared_dim(), c.hidden});
+    }
+  }
+  take("norm", {c.hidden});
+  if (!c.tied) take("head", {c.hidden, c.vocab});
+}
+
+template <class T>
+T* DeviceSession::buffer(const std::string& name, int64_t count) {
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+  const auto found = buffers_.find(name);
+  if (found == buffers_.end()) {
+    buffers_.emplace(name, Memory<char>(device_, bytes));
+  } else if (found->second.count() < bytes) {
+    device_.synchronise();  // the old memory may still be in use
+    found->second = Memory<char>(device_, std::max(bytes, 2 * found->second.count()));
+  }
+  Memory<char>& memory = buffers_.at(name);
+  if (poison_) device_.fill(memory.data(), 0xff, memory.count());
+  return reinterpret_cast<T*>(memory.data());
+}
+
+// ---- sequences and pages ---------------------------------------------------------------------------------------------
+
+int64_t DeviceSession::committed(int32_t sequence) const {
+  const auto found = sequences_.find(sequence);
+  return found == sequences_.end() ? 0 : found->second.committed;
+}
+
+DeviceSession::Sequence& DeviceSession::known(int32_t sequence) {
+  const auto found = sequences_.find(sequence);
+  if (found == sequences_.end()) invalid("sequence ", sequence, " is unknown: a sequence exists from its first row on");
+  return found->second;
+}
+
+// Fresh pages are full of NaN, so that a kernel that reads an unused slot cannot pass.
+void DeviceSession::resize_pages(Sequence& sequence, int64_t rows) {
+  const int64_t wanted = (rows + kPageRows - 1) / kPageRows, held = static_cast<int64_t>(sequence.pages.size());
+  if (wanted > held && (wanted - held) * kPageRows > free_rows()) {
+    failed("the cache is full: ", (wanted - held) * kPageRows, " more rows are needed, ", free_rows(), " are free; raise cache_slots or evict");
+  }
+  while (static_cast<int64_t>(sequence.pages.size()) > wanted) {
+    free_.push_back(sequence.pages.back());
+    sequence.pages.pop_back();
+  }
+  while (static_cast<int64_t>(sequence.pages.size()) < wanted) {
+    const int32_t page = free_.back();
+    free_.pop_back();
+    sequence.pages.push_back(page);
+    device_.fill_rows(store_.data() + page * kPageRows * config_.cache_dim(), slots_ * config_.cache_dim() * 4, 0xff, kPageRows * config_.cache_dim() * 4,
+                      config_.layers);
+  }
+}
+
+void DeviceSession::drop_pending(int32_t sequence) {
+  const auto found = sequences_.find(sequence);
+  if (found == sequences_.end()) return;
+  found->second.pending = 0;
+  found->second.parents.clear();
+  resize_pages(found->second, found->second.committed);
+  if (found->second.committed == 0) sequences_.erase(found);
+}
+
+const int32_t* DeviceSession::page_table(int32_t sequence, int64_t) {
+  const Sequence& of = known(sequence);
+  int32_t* table = buffer<int32_t>("pages " + std::to_string(sequence), std::max<int64_t>(64, static_cast<int64_t>(of.pages.size())));
+  device_.copy_in(table, of.pages.data(), static_cast<int64_t>(of.pages.size()) * 4);
+  return table;
+}
+
+void DeviceSession::ensure_positions(int64_t limit) {
+  if (limit <= positions_) return;
+  int64_t count = std::max(kFirstPositions, positions_);
+  while (count < limit) count *= 2;
+  const int64_t half = config_.rope_dim / 2;
+  std::vector<float> cos(static_cast<std::size_t>(count * half)), sin(cos.size());
+  for (int64_t p = 0; p < count; ++p) rope_.table(p, cos.data() + p * half, sin.data() + p * half);
+  // not through buffer(): tables are kept, and poison would take them
+  for (const auto& [name, values] : {std::pair<const char*, const std::vector<float>*>{"cos table", &cos}, {"sin table", &sin}}) {
+    Memory<float> memory(device_, count * half);
+    device_.copy_in(memory.data(), values->data(), count * half * 4);
+    device_.synchronise();
+    weights_.erase(name);
+    weights_.emplace(name, std::move(memory));
+  }
+  positions_ = count;
+}
+
+void DeviceSession::commit(int32_t sequence, const int32_t* path, int64_t path_count) {
+  Sequence& of = known(sequence);
+  check_path(path, path_count, of.pending);
+  for (int64_t j = 0; j < path_count; ++j) {
+    const int32_t before = j == 0 ? -1 : path[j - 1], parent = of.parents[static_cast<std::size_t>(path[j])];
+    if (parent != before) invalid("K1: row ", path[j], " of the path has parent ", parent, ", but the row before it is ", before);
+  }
+  if (path_count > 0 && path[path_count - 1] != path_count - 1) {  // else every row is in its place
+    int32_t* on_device = buffer<int32_t>("path", path_count + 1);
+    const int32_t kept = static_cast<int32_t>(path_count);
+    device_.copy_in(on_device, path, path_count * 4);
+    device_.copy_in(on_device + path_count, &kept, 4);
+    device_.compact(store_.data(), slots_ * config_.cache_dim(), {page_table(sequence, 0), static_cast<int>(kPageRows)}, on_device, on_device + path_count,
+                    of.committed, config_.cache_dim(), config_.layers);
+    device_.synchronise();
+  }
+  of.committed += path_count;
+  of.pending = 0;
+  of.parents.clear();
+  resize_pages(of, of.committed);
+}
+
+void DeviceSession::keep_committed(int32_t sequence, int64_t rows) {
+  Sequence& of = known(sequence);
+  of.committed = std::min(of.committed, rows);
+  resize_pages(of, of.committed);
+}
+
+void DeviceSession::cache_rows(int32_t sequence, int64_t layer, float* out) {
+  const Sequence& of = known(sequence);
+  const int64_t width = config_.cache_dim();
+  std::vector<int32_t> slots;
+  for (int64_t i = 0; i < of.committed; ++i) slots.push_back(of.pages[static_cast<std::size_t>(i / kPageRows)] * static_cast<int32_t>(kPageRows) + static_cast<int32_t>(i % kPageRows));
+  int32_t* on_device = buffer<int32_t>("row slots", of.committed);
+  float* rows = buffer<float>("rows", of.committed * width);
+  device_.copy_in(on_device, slots.data(), of.committed * 4);
+  device_.gather(store_.data() + layer * slots_ * width, on_device, rows, of.committed, width);
+  device_.copy_out(out, rows, of.committed * width * 4);
+}
+
+void DeviceSession::evict(int32_t sequence) {
+  resize_pages(known(sequence), 0);
+  sequences_.erase(sequence);
+}
+
+void DeviceSession::fork(int32_t source, int32_t target) {
+  const int64_t rows = known(source).committed;
+  if (contains(target)) invalid("sequence ", target, " exists already: evict it before a fork");
+  Sequence& copy = sequences_[target];
+  try {
+    resize_pages(copy, rows);
+  } catch (...) {
+    sequences_.erase(target);
+    throw;
+  }
+  const int64_t page_floats = kPageRows * config_.cache_dim();
+  for (std::size_t i = 0; i < copy.pages.size(); ++i) {
+    // whole pages; rows past the end of the source are NaN there and stay NaN here
+    device_.copy_rows(store_.data() + copy.pages[i] * page_floats, store_.data() + sequences_.at(source).pages[i] * page_floats, slots_ * config_.cache_dim() * 4,
+                      page_floats * 4, config_.layers);
+  }
+  copy.committed = rows;
+}
+
+// ---- the plan of a batch ---------------------------------------------------------------------------------------------
+
+void DeviceSession::check_rows(const BatchRows& rows) const {
+  for (int64_t i = 0; i < rows.count(); ++i) {
+    const std::size_t at = static_cast<std::size_t>(i);
+    if (rows.token[at] < 0 || rows.token[at] >= config_.vocab) invalid("token[", i, "] is ", rows.token[at], ", but must be between 0 and ", config_.vocab - 1);
+    if (rows.position[at] < 0) invalid("position[", i, "] is ", rows.position[at], ", but positions start at 0");
+    const int32_t parent = rows.parent[at];
+    if (parent < -1 || parent >= i) invalid("parent[", i, "] is ", parent, ", but must be -1 or an earlier row of the batch");
+    if (parent >= 0 && rows.sequence[static_cast<std::size_t>(parent)] != rows.sequence[at]) {
+      invalid("parent[", i, "] is ", parent, ", a row of sequence ", rows.sequence[static_cast<std::size_t>(parent)], ", but must be of sequence ", rows.sequence[at]);
+    }
+  }
+}
+
+Plan DeviceSession::plan_host(const BatchRows& rows, Order& order) {
+  const int64_t count = rows.count();
+  std::map<int32_t, std::vector<int64_t>> members;
+  for (int64_t i = 0; i < count; ++i) members[rows.sequence[static_cast<std::size_t>(i)]].push_back(i);
+  std::vector<int32_t> local(static_cast<std::size_t>(count)), tokens, slots, positions, parents;
+  Plan plan;
+  plan.rows = count;
+  int64_t words_total = 0;
+  for (const auto& [sequence, own] : members) {
+    const int64_t prefix = committed(sequence), size = static_cast<int64_t>(own.size());
+    drop_pending(sequence);
+    Sequence& of = sequences_[sequence];
+    try {
+      resize_pages(of, prefix + size);
+    } catch (...) {
+      for (const auto& [other, ignored] : members) drop_pending(other);
+      throw;
+    }
+    of.pending = size;
+    of.parents.clear();
+    plan.spans.push_back({static_cast<int64_t>(order.batch.size()), size, prefix, nullptr, nullptr, words_for(size)});
+    for (int64_t i = 0; i < size; ++i) {
+      const std::size_t row = static_cast<std::size_t>(own[static_cast<std::size_t>(i)]);
+      local[row] = static_cast<int32_t>(i);
+      order.identity = order.identity && static_cast<int64_t>(row) == static_cast<int64_t>(order.batch.size());
+      order.batch.push_back(static_cast<int64_t>(row));
+      tokens.push_back(rows.token[row]);
+      positions.push_back(rows.position[row]);
+      of.parents.push_back(rows.parent[row] < 0 ? -1 : local[static_cast<std::size_t>(rows.parent[row])]);
+      parents.push_back(of.parents.back());
+      const int64_t slot = prefix + i;
+      slots.push_back(of.pages[static_cast<std::size_t>(slot / kPageRows)] * static_cast<int32_t>(kPageRows) + static_cast<int32_t>(slot % kPageRows));
+    }
+    words_total += size * words_for(size);
+  }
+  ensure_positions(1 + *std::max_element(positions.begin(), positions.end()));
+  int32_t* plan_words = buffer<int32_t>("plan", 4 * count);
+  const std::vector<int32_t>* columns[] = {&tokens, &slots, &positions, &parents};
+  for (int64_t i = 0; i < 4; ++i) device_.copy_in(plan_words + i * count, columns[i]->data(), count * 4);
+  plan.tokens = plan_words;
+  plan.slots = plan_words + count;
+  plan.positions = plan_words + 2 * count;
+  const int32_t* parents_on_device = plan_words + 3 * count;
+  uint32_t* bits = buffer<uint32_t>("bits", words_total);
+  int32_t* depths = buffer<int32_t>("depths", count);
+  std::size_t number = 0;
+  for (const auto& [sequence, own] : members) {
+    Span& span = plan.spans[number++];
+    span.pages = page_table(sequence, 0);
+    span.bits = bits;
+    device_.tree_mask(parents_on_device + span.first, nullptr, span.rows, span.prefix_len, depths + span.first, bits);
+    bits += span.rows * span.words;
+  }
+  return plan;
+}
+
+// ---- the model -------------------------------------------------------------------------------------------------------
+
+template <class T>
+void DeviceSession::tap(const TapSink& taps, const Order* order, const char* name, int64_t layer, const T* data, int64_t rows,
+                        std::initializer_list<int64_t> shape) {
+  if (!taps.wants(name)) return;
+  int64_t count = 1;
+  for (const int64_t size : shape) count *= size;
+  std::vector<T> host(static_cast<std::size_t>(count));
+  device_.copy_out(host.data(), data, count * static_cast<int64_t>(sizeof(T)));
+  if (order != nullptr && rows > 0) order->restore(host, count / rows);
+  taps.push(name, layer, host.data(), shape);
+}
+
+void DeviceSession::matmul(const float* x, int64_t rows, int64_t inner, const float* w, int64_t cols, float* out) {
+  device_.gemm({x, inner, 0, w, cols, 0, out, cols, 0, rows, cols, inner, 1, false});
+}
+
+void DeviceSession::forward(const BatchRows& rows, float* logits, const TapSink& taps) {
+  const int64_t count = rows.count();
+  if (count == 0) return;
+  check_rows(rows);
+  Order order;
+  const Plan plan = plan_host(rows, order);
+  try {
+    const float* residual = run_layers(plan, &order, taps);
+    // wanted rows, in the caller's order
+    std::vector<int32_t> sorted_at(static_cast<std::size_t>(count)), wanted;
+    for (std::size_t i = 0; i < order.batch.size(); ++i) sorted_at[static_cast<std::size_t>(order.batch[i])] = static_cast<int32_t>(i);
+    for (int64_t i = 0; i < count; ++i)
+      if (rows.want_logits[static_cast<std::size_t>(i)]) wanted.push_back(sorted_at[static_cast<std::size_t>(i)]);
+    const int64_t hidden = config_.hidden, vocab = config_.vocab, kept = static_cast<int64_t>(wanted.size());
+    float* normed = buffer<float>("final_norm", count * hidden);
+    device_.rms_norm(residual, hidden, weight("norm"), config_.rms_eps, normed, hidden, count, hidden);
+    tap(taps, &order, "final_norm", config_.layers, normed, count, {count, hidden});
+    int32_t* wanted_rows = buffer<int32_t>("wanted", kept);
+    float* picked = buffer<float>("picked", kept * hidden);
+    float* out = buffer<float>("logits", kept * vocab);
+    device_.copy_in(wanted_rows, wanted.data(), kept * 4);
+    device_.gather(normed, wanted_rows, picked, kept, hidden);
+    if (config_.tied) {
+      device_.gemm({picked, hidden, 0, weight("embed"), hidden, 0, out, vocab, 0, kept, vocab, hidden, 1, true});
+    } else {
+      matmul(picked, kept, hidden, weight("head"), vocab, out);
+    }
+    tap(taps, nullptr, "logits", config_.layers, out, kept, {kept, vocab});
+    int32_t* ids = buffer<int32_t>("argmax", kept);
+    device_.argmax(out, ids, buffer<uint64_t>("argmax parts", kept * 64), kept, vocab);
+    tap(taps, nullptr, "argmax", config_.layers, ids, kept, {kept});
+    if (logits != nullptr) device_.copy_out(logits, out, kept * vocab * 4);
+    device_.synchronise();
+  } catch (...) {
+    for (const int32_t sequence : rows.sequence) drop_pending(sequence);
+    throw;
+  }
+}
+
+std::vector<int32_t> DeviceSession::choices(const BatchRows& rows) {
+  const int64_t kept = std::count_if(rows.want_logits.begin(), rows.want_logits.end(), [](uint8_t want) { return want != 0; });
+  const TapSink none(nullptr, nullptr, nullptr);
+  forward(rows, nullptr, none);
+  std::vector<int32_t> ids(static_cast<std::size_t>(kept));
+  device_.copy_out(ids.data(), buffers_.at("argmax").data(), kept * 4);
+  return ids;
+}
+
+const float* DeviceSession::run_layers(const Plan& plan, const Order* order, const TapSink& taps) {
+  const int64_t rows = plan.rows, hidden = config_.hidden, half = config_.rope_dim / 2;
+  float* residual = buffer<float>("residual", rows * hidden);
+  float* cos = buffer<float>("cos", rows * half);
+  float* sin = buffer<float>("sin", rows * half);
+  device_.gather(weight("cos table"), plan.positions, cos, rows, half);
+  device_.gather(weight("sin table"), plan.positions, sin, rows, half);
+  device_.gather(weight("embed"), plan.tokens, residual, rows, hidden);
+  tap(taps, order, "embed", -1, residual, rows, {rows, hidden});
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    attention(plan, order, layer, cos, sin, residual, taps);
+    feed_forward(rows, order, layer, residual, taps);
+  }
+  return residual;
+}
+
+void DeviceSession::attention(const Plan& plan, const Order* order, int64_t layer, const float* cos, const float* sin, float* residual, const TapSink& taps) {
+  const ModelConfig& c = config_;
+  const int64_t rows = plan.rows, heads = c.heads, rank = c.kv_rank, dim = c.rope_dim, width = c.cache_dim(), head_dim = c.head_dim();
+  float* x = buffer<float>("attn_norm", rows * c.hidden);
+  float* q = buffer<float>("q", rows * heads * head_dim);
+  device_.rms_norm(residual, c.hidden, of_layer(layer, "attn_norm"), c.rms_eps, x, c.hidden, rows, c.hidden);
+  tap(taps, order, "attn_norm", layer, x, rows, {rows, c.hidden});
+  if (c.q_rank > 0) {
+    float* q_a = buffer<float>("q_a", rows * c.q_rank);
+    float* q_a_norm = buffer<float>("q_a_norm", rows * c.q_rank);
+    matmul(x, rows, c.hidden, of_layer(layer, "q_a"), c.q_rank, q_a);
+    tap(taps, order, "q_a", layer, q_a, rows, {rows, c.q_rank});
+    device_.rms_norm(q_a, c.q_rank, of_layer(layer, "q_a_norm"), c.rms_eps, q_a_norm, c.q_rank, rows, c.q_rank);
+    tap(taps, order, "q_a_norm", layer, q_a_norm, rows, {rows, c.q_rank});
+    matmul(q_a_norm, rows, c.q_rank, of_layer(layer, "q_b"), heads * head_dim, q);
+  } else {
+    matmul(x, rows, c.hidden, of_layer(layer, "q"), heads * head_dim, q);
+  }
+  tap(taps, order, "q", layer, q, rows, {rows, heads, head_dim});
+  float* kv = buffer<float>("kv_a", rows * width);
+  matmul(x, rows, c.hidden, of_layer(layer, "kv_a"), width, kv);
+  tap(taps, order, "kv_a", layer, kv, rows, {rows, width});
+
+  // new cache rows [latent | k_rope], and queries [absorbed | rotated], written into their places
+  float* fresh = buffer<float>("cache rows", rows * width);
+  float* query = buffer<float>("query", rows * heads * width);
+  const bool half_layout = c.rope.half_layout;
+  device_.rms_norm(kv, width, of_layer(layer, "kv_a_norm"), c.latent_eps, fresh, width, rows, rank);
+  device_.rope(kv + rank, width, dim, cos, sin, fresh + rank, width, dim, rows, 1, dim, half_layout);
+  device_.rope(q + c.nope_dim, heads * head_dim, head_dim, cos, sin, query + rank, heads * width, width, rows, heads, dim, half_layout);
+  device_.gemm({q, heads * head_dim, head_dim, of_layer(layer, "w_kc"), rank, c.nope_dim * rank, query, heads * width, width, rows, rank, c.nope_dim, heads, false});
+  if (taps.wants("latent") || taps.wants("k_rope") || taps.wants("q_rope") || taps.wants("q_absorb")) {
+    // the taps are parts of the rows that the next operations read
+    std::vector<float> host(static_cast<std::size_t>(rows * heads * width)), rows_host(static_cast<std::size_t>(rows * width));
+    device_.copy_out(rows_host.data(), fresh, rows * width * 4);
+    device_.copy_out(host.data(), query, rows * heads * width * 4);
+    const auto part = [&](const std::vector<float>& from, int64_t count, int64_t begin, int64_t size) {
+      std::vector<float> out;
+      for (int64_t i = 0; i < count; ++i) out.insert(out.end(), from.begin() + i * width + begin, from.begin() + i * width + begin + size);
+      return out;
+    };
+    std::vector<float> latent = part(rows_host, rows, 0, rank), k_rope = part(rows_host, rows, rank, dim), q_rope = part(host, rows * heads, rank, dim),
+                       q_absorb = part(host, rows * heads, 0, rank);
+    if (order != nullptr) {
+      order->restore(latent, rank);
+      order->restore(k_rope, dim);
+      order->restore(q_rope, heads * dim);
+      order->restore(q_absorb, heads * rank);
+    }
+    taps.push("latent", layer, latent.data(), {rows, rank});
+    taps.push("q_rope", layer, q_rope.data(), {rows, heads, dim});
+    taps.push("k_rope", layer, k_rope.data(), {rows, dim});
+    taps.push("q_absorb", layer, q_absorb.data(), {rows, heads, rank});
+  }
+  float* layer_store = store_.data() + layer * slots_ * width;
+  device_.scatter(fresh, plan.slots, layer_store, rows, width);
+  float* o_latent = buffer<float>("o_latent", rows * heads * rank);
+  int64_t workspace = 0;
+  for (const Span& span : plan.spans) workspace = std::max(workspace, device_.attention_workspace(span.rows, heads, rank, width, span.prefix_len + span.rows));
+  float* work = workspace ? buffer<float>("attention workspace", workspace) : nullptr;
+  for (const Span& span : plan.spans) {
+    device_.tree_attention({query + span.first * heads * width, layer_store, {span.pages, static_cast<int>(kPageRows)}, span.bits, span.words, span.rows, heads,
+                            rank, width, span.prefix_len, span.prefix_len + span.rows, c.softmax_scale, o_latent + span.first * heads * rank},
+                           work);
+  }
+  tap(taps, order, "o_latent", layer, o_latent, rows, {rows, heads, rank});
+  float* o_heads = buffer<float>("o_heads", rows * heads * c.v_dim);
+  device_.gemm({o_latent, heads * rank, rank, of_layer(layer, "w_vc"), c.v_dim, rank * c.v_dim, o_heads, heads * c.v_dim, c.v_dim, rows, c.v_dim, rank, heads, false});
+  tap(taps, order, "o_heads", layer, o_heads, rows, {rows, heads, c.v_dim});
+  float* out = buffer<float>("attn_out", rows * c.hidden);
+  matmul(o_heads, rows, heads * c.v_dim, of_layer(layer, "o"), c.hidden, out);
+  tap(taps, order, "attn_out", layer, out, rows, {rows, c.hidden});
+  device_.add(residual, out, residual, rows * c.hidden);
+  tap(taps, order, "attn_residual", layer, residual, rows, {rows, c.hidden});
+}
+
+// down(silu(gate(x)) * up(x)) of the dense block (prefix "") or of the shared expert ("shared_")
+void DeviceSession::gated(int64_t rows, const Order* order, int64_t layer, const std::string& prefix, int64_t width, const float* x, float* out, const TapSink& taps) {
+  float* gate = buffer<float>(prefix + "gate", rows * width);
+  float* up = buffer<float>(prefix + "up", rows * width);
+  float* act = buffer<float>(prefix + "act", rows * width);
+  matmul(x, rows, config_.hidden, of_layer(layer, (prefix + "gate").c_str()), width, gate);
+  tap(taps, order, (prefix + "gate").c_str(), layer, gate, rows, {rows, width});
+  matmul(x, rows, config_.hidden, of_layer(layer, (prefix + "up").c_str()), width, up);
+  tap(taps, order, (prefix + "up").c_str(), layer, up, rows, {rows, width});
+  device_.swiglu(gate, up, act, rows * width);
+  tap(taps, order, (prefix + "act").c_str(), layer, act, rows, {rows, width});
+  matmul(act, rows, width, of_layer(layer, (prefix + "down").c_str()), config_.hidden, out);
+}
+
+void DeviceSession::feed_forward(int64_t rows, const Order* order, int64_t layer, float* residual, const TapSink& taps) {
+  const ModelConfig& c = config_;
+  const int64_t hidden = c.hidden, chosen = c.top_k, width = c.expert_dim, pairs = rows * chosen;
+  float* x = buffer<float>("ffn_norm", rows * hidden);
+  float* out = buffer<float>("ffn_out", rows * hidden);
+  device_.rms_norm(residual, hidden, of_layer(layer, "ffn_norm"), c.rms_eps, x, hidden, rows, hidden);
+  tap(taps, order, "ffn_norm", layer, x, rows, {rows, hidden});
+  if (c.is_dense(layer)) {
+    gated(rows, order, layer, "", c.dense_dim, x, out, taps);
+  } else {
+    float* router_logits = buffer<float>("router_logits", rows * c.experts);
+    float* scores = buffer<float>("router_scores", rows * c.experts);
+    int32_t* ids = buffer<int32_t>("expert_ids", pairs);
+    float* weights = buffer<float>("expert_weights", pairs);
+    matmul(x, rows, hidden, of_layer(layer, "router"), c.experts, router_logits);
+    tap(taps, order, "router_logits", layer, router_logits, rows, {rows, c.experts});
+    device_.router_scores(router_logits, scores, rows, c.experts, c.scoring_softmax);
+    tap(taps, order, "router_scores", layer, scores, rows, {rows, c.experts});
+    device_.route(scores, c.scoring_softmax ? nullptr : of_layer(layer, "router_bias"), ids, weights, rows,
+                  {c.experts, chosen, c.route.groups, c.route.top_groups, c.route.group_score_max, c.route.norm_top_k, c.route.routed_scale,
+                   c.route.denominator_eps});
+    tap(taps, order, "expert_ids", layer, ids, rows, {rows, chosen});
+    tap(taps, order, "expert_weights", layer, weights, rows, {rows, chosen});
+    int32_t* starts = buffer<int32_t>("expert starts", c.experts + 1);
+    int32_t* members = buffer<int32_t>("expert order", pairs);
+    float* gate = buffer<float>("expert_gate", pairs * width);
+    float* up = buffer<float>("expert_up", pairs * width);
+    float* act = buffer<float>("expert_act", pairs * width);
+    float* expert_out = buffer<float>("expert_out", pairs * hidden);
+    device_.moe_group(ids, starts, members, pairs, c.experts);
+    device_.matmul_grouped(x, chosen, of_layer(layer, "expert_gate"), starts, members, gate, pairs, c.experts, width, hidden);
+    device_.matmul_grouped(x, chosen, of_layer(layer, "expert_up"), starts, members, up, pairs, c.experts, width, hidden);
+    device_.swiglu(gate, up, act, pairs * width);
+    device_.matmul_grouped(act, 1, of_layer(layer, "expert_down"), starts, members, expert_out, pairs, c.experts, hidden, width);
+    tap(taps, order, "expert_gate", layer, gate, rows, {rows, chosen, width});
+    tap(taps, order, "expert_up", layer, up, rows, {rows, chosen, width});
+    tap(taps, order, "expert_act", layer, act, rows, {rows, chosen, width});
+    tap(taps, order, "expert_out", layer, expert_out, rows, {rows, chosen, hidden});
+    float* shared = nullptr;
+    if (c.shared_experts > 0) {
+      shared = buffer<float>("shared_out", rows * hidden);
+      gated(rows, order, layer, "shared_", c.shared_dim(), x, shared, taps);
+      tap(taps, order, "shared_out", layer, shared, rows, {rows, hidden});
+    }
+    device_.combine(weights, expert_out, shared, out, rows, chosen, hidden);
+  }
+  tap(taps, order, "ffn_out", layer, out, rows, {rows, hidden});
+  device_.add(residual, out, residual, rows * hidden);
+  tap(taps, order, "ffn_residual", layer, residual, rows, {rows, hidden});
+}
+
+// ---- a round of draft trees ------------------------------------------------------------------------------------------
+
+std::vector<DeviceSession::Outcome> DeviceSession::tree_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget) {
+  const int64_t nodes = budget + 1, count = static_cast<int64_t>(drafts.size()), vocab = config_.vocab, width = std::min(budget, vocab), rows = nodes * count;
+  const int64_t words = words_for(nodes);
+  // what every stream gets back, in one piece: tokens, parents, path [nodes]; count, length, bonus
+  const int64_t record = 3 * nodes + 3;
+  int32_t* records = buffer<int32_t>("round", count * record);
+  int32_t* depths = buffer<int32_t>("round depths", rows);
+  int32_t* plan_words = buffer<int32_t>("round plan", 3 * rows);
+  int32_t* status = buffer<int32_t>("status", 1);
+  uint32_t* bits = buffer<uint32_t>("round bits", rows * words);
+  float* logits = buffer<float>("draft logits", count * block_len * vocab);
+  int32_t* ids = buffer<int32_t>("draft ids", block_len * width);
+  float* log_probs = buffer<float>("draft log_probs", block_len * width);
+  uint32_t* counters = buffer<uint32_t>("draft counters", block_len * 4097);
+  float* parts = buffer<float>("draft parts", block_len * ((vocab + 4095) / 4096) * 2);
+  uint64_t* candidates = buffer<uint64_t>("draft candidates", block_len * vocab);
+  device_.fill(status, 0, 4);
+
+  Plan plan;
+  plan.rows = rows;
+  plan.tokens = plan_words;
+  plan.slots = plan_words + rows;
+  plan.positions = plan_words + 2 * rows;
+  std::vector<int32_t> slots;
+  int64_t furthest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Draft& draft = drafts[static_cast<std::size_t>(i)];
+    const int64_t prefix = committed(draft.sequence);
+    drop_pending(draft.sequence);
+    Sequence& of = sequences_[draft.sequence];
+    resize_pages(of, prefix + nodes);
+    furthest = std::max(furthest, prefix + block_len + 1);
+    for (int64_t node = 0; node < nodes; ++node) {
+      const int64_t slot = prefix + node;
+      slots.push_back(of.pages[static_cast<std::size_t>(slot / kPageRows)] * static_cast<int32_t>(kPageRows) + static_cast<int32_t>(slot % kPageRows));
+    }
+  }
+  ensure_positions(furthest);
+  device_.copy_in(plan_words + rows, slots.data(), rows * 4);
+  for (int64_t i = 0; i < count; ++i) {
+    const Draft& draft = drafts[static_cast<std::size_t>(i)];
+    const int64_t prefix = committed(draft.sequence);
+    int32_t* own = records + i * record;
+    int32_t *tokens = own, *parents = own + nodes, *found = own + 3 * nodes;
+    float* own_logits = logits + i * block_len * vocab;
+    device_.copy_in(own_logits, draft.logits, block_len * vocab * 4);
+    device_.draft_table(own_logits, ids, log_probs, status, counters, parts, candidates, block_len, vocab, width);
+    device_.best_first_tree(ids, log_probs, block_len, width, budget, draft.root, tokens, parents, depths + i * nodes, found, status);
+    device_.tree_mask(parents, found, nodes, prefix, plan_words + 2 * rows + i * nodes, bits + i * nodes * words);
+    device_.copy_rows(plan_words + i * nodes, tokens, nodes * 4, nodes * 4, 1);
+    plan.spans.push_back({i * nodes, nodes, prefix, page_table(draft.sequence, 0), bits + i * nodes * words, words});
+  }
+  const TapSink none(nullptr, nullptr, nullptr);
+  const float* residual = run_layers(plan, nullptr, none);
+  const int64_t hidden = config_.hidden;
+  float* normed = buffer<float>("final_norm", rows * hidden);
+  float* out = buffer<float>("logits", rows * vocab);
+  int32_t* target = buffer<int32_t>("argmax", rows);
+  device_.rms_norm(residual, hidden, weight("norm"), config_.rms_eps, normed, hidden, rows, hidden);
+  if (config_.tied) {
+    device_.gemm({normed, hidden, 0, weight("embed"), hidden, 0, out, vocab, 0, rows, vocab, hidden, 1, true});
+  } else {
+    matmul(normed, rows, hidden, weight("head"), vocab, out);
+  }
+  device_.argmax(out, target, buffer<uint64_t>("argmax parts", rows * 64), rows, vocab);
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t* own = records + i * record;
+    int32_t *path = own + 2 * nodes, *found = own + 3 * nodes;
+    device_.accept(own, own + nodes, target + i * nodes, found, nodes, path, found + 1, found + 2, status);
+    const Span& span = plan.spans[static_cast<std::size_t>(i)];
+    device_.compact(store_.data(), slots_ * config_.cache_dim(), {span.pages, static_cast<int>(kPageRows)}, path, found + 1, span.prefix_len, config_.cache_dim(),
+                    config_.layers);
+  }
+  // the only wait of the round
+  std::vector<int32_t> host(static_cast<std::size_t>(count * record));
+  int32_t problem = 0;
+  device_.copy_out(host.data(), records, count * record * 4);
+  device_.copy_out(&problem, status, 4);
+  if (problem != 0) {
+    for (const Draft& draft : drafts) drop_pending(draft.sequence);
+    if (problem & 1) invalid("T8: draft logits must be finite or -inf");
+    if (problem == 4) unsupported("T2: a path score has more than 106 bits, and these kernels do not guess");
+    failed("the draft tree of a round is malformed (status ", problem, ")");
+  }
+  std::vector<Outcome> outcomes;
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t* own = host.data() + i * record;
+    const int64_t size = own[3 * nodes] + 1, length = own[3 * nodes + 1];
+    outcomes.push_back({{own, own + size}, {own + nodes, own + nodes + size}, {own + 2 * nodes, own + 2 * nodes + length}, own[3 * nodes + 2]});
+    Sequence& of = known(drafts[static_cast<std::size_t>(i)].sequence);
+    of.committed += length;
+    resize_pages(of, of.committed);
+  }
+  return outcomes;
+}
+
+}  // namespace paritree::cuda

@@ -1,0 +1,138 @@
+// A model resident on the device: weights, a paged cache, ragged forward passes, and draft-tree rounds without a host round trip inside.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../../native/rope.hpp"
+#include "../../native/session.hpp"
+#include "launch.hpp"
+
+namespace paritree::cuda {
+
+// Device memory of one owner.
+template <class T>
+class Memory {
+ public:
+  Memory(Device& device, int64_t count) : device_(&device), count_(count), data_(static_cast<T*>(device.allocate(count * static_cast<int64_t>(sizeof(T))))) {}
+  ~Memory() {
+    if (data_ != nullptr) device_->release(data_);
+  }
+  Memory(Memory&& other) noexcept : device_(other.device_), count_(other.count_), data_(std::exchange(other.data_, nullptr)) {}
+  Memory& operator=(Memory&& other) noexcept {
+    std::swap(device_, other.device_);
+    std::swap(count_, other.count_);
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  T* data() const { return data_; }
+  int64_t count() const { return count_; }
+
+ private:
+  Device* device_;
+  int64_t count_;
+  T* data_;
+};
+
+// The rows of one sequence inside a batch: contiguous, in the order in which they are pending.
+struct Span {
+  int64_t first, rows;   // of the batch
+  int64_t prefix_len;
+  const int32_t* pages;  // on the device
+  const uint32_t* bits;  // [rows, words] on the device
+  int64_t words;
+};
+
+// A batch whose plan is on the device already.
+struct Plan {
+  const int32_t* tokens;     // [T]; negative: padding
+  const int32_t* slots;      // [T] cache slots; negative: padding
+  const int32_t* positions;  // [T]
+  int64_t rows = 0;
+  std::vector<Span> spans;
+};
+
+class DeviceSession {
+ public:
+  DeviceSession(const ModelConfig& config, paritree_weight_fn weight, void* user, int64_t cache_slots, Precision precision);
+
+  // Writes [wanted rows, vocab] to the host. Drops rows of these sequences that are still pending; rows are checked before anything changes.
+  void forward(const BatchRows& rows, float* logits, const TapSink& taps);
+  void commit(int32_t sequence, const int32_t* path, int64_t path_count);
+  void cache_rows(int32_t sequence, int64_t layer, float* out);
+  void evict(int32_t sequence);
+  void fork(int32_t source, int32_t target);
+
+  const ModelConfig& config() const { return config_; }
+  bool contains(int32_t sequence) const { return sequences_.count(sequence) != 0; }
+  int64_t committed(int32_t sequence) const;
+  int64_t free_rows() const { return static_cast<int64_t>(free_.size()) * kPageRows; }
+
+  // One round of draft trees: logits of each stream come from the host, what was accepted goes back, everything between stays on the device.
+  struct Draft {
+    int32_t sequence;
+    int32_t root;
+    const float* logits;  // host, [block_len, vocab]
+  };
+  struct Outcome {
+    std::vector<int32_t> tokens, parents, path;  // tokens and parents of the tree, root first
+    int32_t bonus;
+  };
+  // The accepted rows are committed as far as `outcomes` says; `keep_committed` takes rows away again where the stream ended earlier.
+  std::vector<Outcome> tree_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget);
+  void keep_committed(int32_t sequence, int64_t rows);
+  // Argmax of the wanted rows.
+  std::vector<int32_t> choices(const BatchRows& rows);
+
+ private:
+  static constexpr int64_t kPageRows = 16;
+  struct Sequence {
+    std::vector<int32_t> pages;
+    int64_t committed = 0;
+    int64_t pending = 0;
+    std::vector<int32_t> parents;  // of the pending rows
+  };
+
+  void load(paritree_weight_fn weight, void* user);
+  const float* weight(const std::string& name) const { return weights_.at(name).data(); }
+  const float* of_layer(int64_t layer, const char* name) const { return weight(std::to_string(layer) + "." + name); }
+
+  void check_rows(const BatchRows& rows) const;
+  Sequence& known(int32_t sequence);
+  void resize_pages(Sequence& sequence, int64_t rows);
+  void drop_pending(int32_t sequence);
+  const int32_t* page_table(int32_t sequence, int64_t spare_rows);
+  void ensure_positions(int64_t limit);
+  struct Order;  // batch order <-> order by sequence
+  Plan plan_host(const BatchRows& rows, Order& order);
+
+  const float* run_layers(const Plan& plan, const Order* order, const TapSink& taps);
+  void attention(const Plan& plan, const Order* order, int64_t layer, const float* cos, const float* sin, float* residual, const TapSink& taps);
+  void feed_forward(int64_t rows, const Order* order, int64_t layer, float* residual, const TapSink& taps);
+  void gated(int64_t rows, const Order* order, int64_t layer, const std::string& prefix, int64_t width, const float* x, float* out, const TapSink& taps);
+  void matmul(const float* x, int64_t rows, int64_t inner, const float* w, int64_t cols, float* out);
+  const float* head(const float* residual, int64_t rows, float** normed);
+  template <class T>
+  void tap(const TapSink& taps, const Order* order, const char* name, int64_t layer, const T* data, int64_t rows, std::initializer_list<int64_t> shape);
+
+  template <class T>
+  T* buffer(const std::string& name, int64_t count);
+
+  ModelConfig config_;
+  Device device_;
+  Rope rope_;
+  std::map<std::string, Memory<float>> weights_;
+  Memory<float> store_;  // [layers, slots, cache_dim]
+  int64_t slots_;
+  std::vector<int32_t> free_;  // pages
+  std::map<int32_t, Sequence> sequences_;
+  std::map<std::string, Memory<char>> buffers_;  // by the name of what they hold, kept between batches
+  int64_t positions_ = 0;                        // rows of the rotary tables on the device
+  bool poison_;                                  // fill every buffer with NaN before each use
+};
+
+void generate(DeviceSession& session, const paritree_generate_args& args);
+
+}  // namespace paritree::cuda
