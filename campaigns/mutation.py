@@ -253,7 +253,7 @@ def benign_trials(
                         "seconds": -1.0,
                         "trials": sum(part.trials for part in parts),
                         "finding_id": alarms[0]["finding_id"] if alarms else "",
-                    }  # fmt: skip
+                    }
                 )
         store.finish_run(run_id, {"stopped": "complete", "trials": totals["trials"]})
     total = max(1, totals["trials"])

@@ -119,7 +119,7 @@ def cost(case: Case) -> tuple[Any, ...]:
         sizes = (case.depth, case.vocab, case.prefix_len, case.cache_dim)
         return (nodes_of(case), 1, sum(sizes), len(case.hazards), case.minus_infinity, case.grid < 0, case.follow, case.seed)
     if isinstance(case, OpCase):
-        order = ("lattice", "ordinary", "ties", "cancel", "extreme").index(case.regime)
+        order = ("probe", "probe height", "lattice", "ordinary", "ties", "cancel", "extreme").index(case.regime)
         return (nodes_of(case), 0, sum(v for _, v in case.dims), len(case.hazards), order, sum(abs(v) for _, v in case.params), case.seed)
     return ()
 

@@ -24,6 +24,7 @@ from campaigns.case import Case, CaseError, OpCase, case_id, kind_of, to_json
 from campaigns.discover import Diet, Discovery, Fresh, diet_of
 from campaigns.fingerprint import Fingerprint
 from campaigns.isolation import EngineLoadError, Supervisor
+from campaigns.probes import audit_cases
 from campaigns.strategies import in_frozen_mix
 from campaigns.trial import Bench, Outcome, patience, takes_views
 from impls.registry import UnknownEngine
@@ -128,6 +129,8 @@ class Shard:
         if not diet.shares():
             self.say("nothing", reason="the engine offers neither operations nor sessions")
             return
+        if self.job.get("writer", "").endswith("-0"):
+            self.audit(began)
         quota, seconds = self.job["trials"], self.job.get("seconds") or float("inf")
         discovery = Discovery(diet, self.job["seed"], self.bench.outcomes, self.record, trials_expected=quota)
         while discovery.trials < quota and time.monotonic() - began < seconds:
@@ -153,6 +156,12 @@ class Shard:
             tallies=tallies,
             first_finding_s=self.first_finding_s,
         )
+
+    def audit(self, began: float) -> None:
+        """The probes of the declared arithmetic, once per check; they count as trials of operations."""
+        for outcome in self.bench.outcomes(audit_cases(self.supervisor.description)):
+            if self.record(outcome):
+                self.announce(Fresh(outcome, "full", b""), time.monotonic() - began)
 
     def record(self, outcome: Outcome) -> bool:
         """Write a trial; whether it is a finding with a new fingerprint."""

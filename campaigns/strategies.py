@@ -182,6 +182,7 @@ OVERRIDES: tuple[Bundle, ...] = (
     (("groups", 4), ("top_groups", 2)),
     (("groups", 2), ("top_groups", 1), ("group_score", "max")),
     (("yarn", (8.0, 16, 32.0, 1.0, 0.707, 1.3)),),
+    (("yarn", (8.0, 4096, 1.0, 1.0, 1.0, 1.0)),),
     (("yarn", None),),
     (("routed_scale", 2.5), ("top_k", 3)),
     (("q_rank", 0),),

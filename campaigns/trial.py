@@ -16,6 +16,8 @@ from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase, to_js
 from campaigns.isolation import Deadline
 from campaigns.isolation.chain import TreeJob
 from campaigns.materialise import op_call, session_script, tree_job, weights_for
+from campaigns.probes import PROBE, PROBES
+from oracles.audit import judge_height, judge_precision
 from oracles.judge import judge_op
 from oracles.judgement import RUNGS, Judgement, Verdict, worst
 from oracles.session import SessionJudge
@@ -34,6 +36,7 @@ VERDICT_OF_FAILURE = {
 }
 
 
+UNJUDGEABLE = frozenset({Verdict.MALFORMED, Verdict.FLAKY, Verdict.CRASHED, Verdict.HUNG, Verdict.UNSUPPORTED, Verdict.NONFINITE})
 FIRST_STEP_S = 30.0  # of a kind, until one was seen: kernels that compile at first use; longer makes an early hang expensive
 
 
@@ -123,7 +126,7 @@ class Bench:
         calls = [op_call(case) for case in cases]
         answers = self.worker.calls(calls)
         profile = self.worker.description.profile
-        return [judged_call(call, answer, profile, 0) for call, answer in zip(calls, answers, strict=True)]
+        return [_judged_op(case, call, answer, profile) for case, call, answer in zip(cases, calls, answers, strict=True)]
 
     def _tree(self, case: TreeCase) -> list[Judgement]:
         out: list[Judgement] = []
@@ -136,6 +139,14 @@ class Bench:
         script = session_script(case, self.worker.description.departures)
         trace = self.worker.script(script)
         return session_judge(script.config, script.weights).judge(script, trace)
+
+
+def _judged_op(case: OpCase, call: OpCall, answer: Answer, profile: Profile) -> list[Judgement]:
+    """A probe is judged by the declared arithmetic, everything else by the operation's bound; a failed probe says which of the two lied."""
+    judgements = judged_call(call, answer, profile, 0)
+    if case.regime not in PROBES or answer.outputs is None or any(j.verdict in UNJUDGEABLE for j in judgements):
+        return judgements
+    return (judge_precision if case.regime == PROBE else judge_height)(call, answer.outputs, profile)
 
 
 def judged_call(call: OpCall, answer: Answer, profile: Profile, step: int) -> list[Judgement]:

@@ -614,6 +614,13 @@ _NUMERIC_RULES = (
         "llama.cpp, mlx and SGLang's fused gate do so; torch.topk is arbitrary",
         lambda: _equal(_table([[1.0, 1.0, 1.0, 1.0]], 2).ids, [[0, 1]]),
     ),
+    Rule(
+        "N6",
+        "Audited profile: formats, accumulator and accumulation height are what the profile declares; probes with exact results must come back exact.",
+        "1 + 2**-23 times 1 is itself in float32; TF32 answers 1",
+        "FPRev (arXiv 2411.00442) for the height; one-term products for the formats",
+        lambda: _equal(_op("matmul", {"x": [[1 + 2.0**-23]], "w": [[1.0]]}), [[1 + 2.0**-23]]),
+    ),
 )
 
 RULES: dict[str, Rule] = {r.id: r for r in (*_TREE_RULES, *_BATCH_RULES, *_COMMIT_RULES, *_MODEL_RULES, *_NUMERIC_RULES)}

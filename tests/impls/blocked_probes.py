@@ -320,6 +320,7 @@ PROBES: dict[str, Callable[[BlockedEngine], Answers]] = {
     "rows of five": lambda e: matmul(e, normal(5, 8), normal(8, 3)),
     "rows of seven": lambda e: matmul(e, normal(7, 8), normal(8, 3)),
     "long terms": lambda e: matmul(e, normal(1, 33), normal(33, 3)),
+    "4096 terms": lambda e: matmul(e, normal(1, 4096), normal(4096, 3)),
     "mask of 40": lambda e: mask_of(e, range(-1, 39), 3),
     "repeated": repeated,
     "no drafter": lambda e: generate(e, (5, 3), Limits(6), TableDrafter.of_array(np.zeros((2, 96))), budget=0),

@@ -78,6 +78,7 @@ TRIGGERS = {
     "rows of five": "stray-write F14",
     "rows of seven": "Z36 G06 bf16-sum tf32-unsaid",
     "long terms": "H20",
+    "4096 terms": "tf32-large",
     "mask of 40": "A11 B17 C03 tree15 tree46 bit-order B03 H22",
     "repeated": "race",
 }
