@@ -7,12 +7,14 @@ the statistical bound (`oracles.noise`): beyond it the verdict is DEFECT, labell
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from oracles.judgement import FINDINGS, Judgement, Verdict
+from oracles.ledger import Ledger, explain_margin
 from oracles.noise import Noise, Rows, noise
 from oracles.statistical import judge_cache, judge_logits
 from spec.script import Script, Step
@@ -51,8 +53,18 @@ def judge_tokens(judge: SessionJudge, script: Script, answered: list[tuple[int, 
             out.append(Judgement(Verdict.EXACT, "L1", step=int(history.step[history.wanted[at[0]]]), checked=len(at), **place))
             continue
         judged = [_differing(walked, own, golden, int(row), bool(chained[row]), bound, len(at), place) for row in bad]
-        out.append(next((j for j in judged if j.verdict is Verdict.DEFECT), judged[0]))
+        chosen = next((j for j in judged if j.verdict is Verdict.DEFECT), judged[0])
+        if chosen.verdict is Verdict.TIE:
+            book = explain_margin(judge.prepared, script, walked.trace, chosen.step, chosen.token, int(chosen.found), int(chosen.expected))
+            chosen = dataclasses.replace(chosen, message=f"{chosen.message}; {booked(book)}")
+        out.append(chosen)
     return out
+
+
+def booked(book: Ledger) -> str:
+    """The ledger in a sentence: which roundings moved the margin."""
+    parts = ", ".join(f"{entry.tap} of layer {entry.layer} {entry.shift:+.2g}" for entry in book.largest(3))
+    return f"rounding moved the margin from {book.reference:.3g} to {book.own:.3g}, most of it at {parts}"
 
 
 def proof_chain(walked: Walked) -> NDArray[np.bool_]:

@@ -56,6 +56,7 @@ def test_a_near_tie_behind_checked_taps_is_a_tie_with_both_margins() -> None:
     assert ties and {j.verdict for j in ties} == {Verdict.TIE}
     assert "in the engine" in ties[0].message and "in the spec" in ties[0].message and "ulp" in ties[0].message
     assert "every operation behind it was checked" in ties[0].message
+    assert "rounding moved the margin from -" in ties[0].message and "most of it at" in ties[0].message
 
 
 def test_the_same_near_tie_of_a_black_box_is_unverified() -> None:
