@@ -6,14 +6,19 @@ M the model, N numerics. Where an example can be executed it is: `check` compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spec.engine import Rows
+from spec.config import preset
+from spec.dflash import Context, ContextError, DFlash, DFlashDrafter, target_features, tiny_dflash
+from spec.engine import Limits, Rows
+from spec.loops import ddtree, greedy, tree_rows
+from spec.model import GoldenModel
 from spec.ops import OPS
 from spec.sampling import Sampling, keyed_uniforms, scaled_logits
 from spec.schemes import LossyError, Place, leviathan, sample_and_match, scheme, target_only_coin
@@ -29,6 +34,7 @@ from spec.tree import (
     positions,
     visibility,
 )
+from spec.weights import random_weights
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,6 @@ def _row_of_a_tree() -> bool:
 
 
 def _isolated_requests() -> bool:
-    from spec.loops import tree_rows
-
     table = DraftTable(np.array([[5, 6]], np.int32), np.array([[-0.5, -1.5]], np.float32))
     trees = [best_first_tree(table, root=1, budget=2), best_first_tree(table, root=2, budget=1)]
     rows: Rows = tree_rows([0, 1], trees, [3, 7])
@@ -185,6 +189,68 @@ def _lossy_needs_its_name() -> bool:
     except LossyError:
         return scheme("leviathan", allow_lossy=True) is leviathan
     return False
+
+
+@functools.cache
+def _drafter(block_size: int) -> DFlash:
+    """A DFlash drafter of two layers for the preset `tiny`."""
+    config = preset("tiny")
+    return tiny_dflash(GoldenModel(config, random_weights(config, 0)), 0, block_size=block_size)
+
+
+def _marginals(block_size: int, pieces: Sequence[Sequence[int]], root: int) -> tuple[NDArray[Any], dict[tuple[str, int], NDArray[Any]]]:
+    """Drafts after the tokens of `pieces`, whose features arrive one piece after the other, and the taps of the last of them."""
+    model = _drafter(block_size)
+    tokens = np.array([token for piece in pieces for token in piece], np.int32)
+    features = target_features(model.target, model.config.target_layers, tokens)
+    context, taps = Context(model.config), {}
+
+    def tap(name: str, layer: int, array: NDArray[Any]) -> None:
+        taps[name, layer] = array
+
+    start = 0
+    for piece in pieces:
+        model.extend(context, features[start : start + len(piece)], tap)
+        start += len(piece)
+    return model.draft(context, root, tap), taps
+
+
+def _anchor_in_slot_0() -> bool:
+    model = _drafter(4)
+    mask = model.config.mask_token
+    return _equal(_marginals(4, [[1, 2]], 7)[1]["embed", -1], model.target.embed[[7, mask, mask, mask]])
+
+
+def _features_in_list_order() -> bool:
+    target = _drafter(4).target
+    tokens, hidden = np.array([1, 2], np.int32), target.config.hidden
+    return _equal(target_features(target, (1, 0), tokens)[:, hidden:], target_features(target, (0,), tokens))
+
+
+def _context_is_committed() -> bool:
+    try:
+        DFlashDrafter(_drafter(4)).draft(0, np.array([1, 2], np.int32))
+    except ContextError:
+        return _equal(_marginals(4, [[1, 2, 3]], 7)[0], _marginals(4, [[1], [2, 3]], 7)[0])
+    return False
+
+
+def _absolute_positions() -> bool:
+    """Token 2 after token 1: its key is turned by 1, not by 0, though it comes alone."""
+    taps = _marginals(4, [[1], [2]], 7)[1]
+    return not _equal(taps["context_k", 0], taps["context_k_norm", 0])
+
+
+def _lossless() -> bool:
+    model = _drafter(4)
+    prompts = [np.array([5, 1], np.int32)]
+    sequential = greedy(model.target.open(), prompts, Limits(4))[0]
+    by_tree = ddtree(model.target.open(), prompts, DFlashDrafter(model), 5, Limits(4))[0]
+    return sequential.tokens == by_tree.tokens and _equal(sequential.logits, by_tree.logits)
+
+
+def _wide_block() -> bool:
+    return not _equal(_marginals(4, [[1, 2]], 7)[0][0], _marginals(3, [[1, 2]], 7)[0][0])
 
 
 def _split_scores() -> bool:
@@ -455,31 +521,42 @@ _COMMIT_RULES = (
         "Block slot 0 carries the root's embedding, slots 1.. the mask token.",
         "block of 4 -> [root, MASK, MASK, MASK]; all MASK costs acceptance 6.34 -> 1.46",
         f"{DFLASH}; warpfront/hipfire #483",
+        _anchor_in_slot_0,
     ),
     Rule(
         "D2",
         "Target features come from the checkpoint's layer list, after those layers, before the final norm.",
         "layer id 3 -> hidden_states[4] of transformers",
         f"{DFLASH}; vllm-project/vllm #40727, #42704; sgl-project/sglang issue 37475",
+        _features_in_list_order,
     ),
     Rule(
         "D3",
         "The drafter's context holds committed tokens only, every one of them, never recomputed.",
         "prompt longer than a micro-batch: the features of all micro-batches are kept",
         f"{DFLASH}; ikawrakow/ik_llama.cpp #2124",
+        _context_is_committed,
     ),
-    Rule("D4", "The drafter's positions are absolute.", "P = 100 -> the block's rotary positions are 100, 101, ..", DFLASH),
+    Rule(
+        "D4",
+        "The drafter's positions are absolute.",
+        "P = 100 -> the block's rotary positions are 100, 101, ..",
+        DFLASH,
+        _absolute_positions,
+    ),
     Rule(
         "D5",
         "Attention inside the block is not causal, and the block is as wide as the drafter's, whatever the budget.",
         "budget 64, block 8: still 7 mask slots",
         f"{DFLASH}; rmagur1203/vllm-ddtree 11.3",
+        _wide_block,
     ),
     Rule(
         "L1",
         "Lossless: the emitted stream is the autoregressive stream. In the spec bit for bit, logits included.",
         "greedy AR emits 5, 1, 4; trees of any budget emit 5, 1, 4",
         "DDTree (arXiv 2604.12989) and this spec's canonical float32",
+        _lossless,
     ),
     Rule(
         "L2",
