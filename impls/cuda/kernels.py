@@ -327,7 +327,7 @@ class Kernels:
         count = self.device.empty((1,), np.int32)
         self.device.launch(
             "best_first_tree", (1,), 256, (ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, count, status),
-            (budget + 1) * 72,
+            _round_up(budget + 1, 32) * 72,
         )  # fmt: skip
         return tokens, parents, depths, count
 

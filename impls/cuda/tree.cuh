@@ -1,8 +1,10 @@
 // The draft tree on the device: answers spec/ops/{best_first_tree,tree_mask,accept}.py (T2-T8, C2, C3, V1, A1, A3, T6).
 //
-// No decision is left to rounding or to the order of threads: a path score is the exact sum of its float32 log-probabilities, kept as
-// two doubles (106 bits; a table that needs more raises STATUS_INEXACT instead of guessing), and equal scores fall back on the rank
-// path, kept as digits of rank + 1 in big-endian words, so that a prefix comes before its extensions.
+// No decision is left to rounding or to the order of threads: a path score is the exact sum of its float32 log-probabilities, and equal
+// scores fall back on the rank path, kept as digits of rank + 1 in big-endian words, so that a prefix comes before its extensions.
+// Two forms of the builder; the kernel takes the second one wherever its sums fit:
+//   pop_wide    scores as two doubles (106 bits); a table that needs more raises STATUS_INEXACT instead of guessing
+//   pop_units   scores as 63-bit integers in units of the largest power of two that divides every log-probability
 #pragma once
 #include "common.cuh"
 
@@ -54,17 +56,25 @@ PARITREE_INLINE bool before(const Frontier& f, int a, int b) {
 }  // namespace tree
 }  // namespace paritree
 
-// Shared memory of best_first_tree in bytes: (budget + 1) * (8 + 8 + 32 + 4 + 4 + 16), 73,800 for 1,024 nodes.
-//
-// One block, 256 threads: all of them check the table and bring it near, then the first warp pops. Each lane keeps the best of its
-// slots (slot % 32 == lane); a pop is a maximum over the lanes, one new minimum within a lane, and at most two insertions.
-// tokens, parents, depths [budget + 1], count [1]; ids and log_probs [depths_max, width].
-extern "C" __global__ void __launch_bounds__(256)
-best_first_tree(const int* ids, const float* log_probs, int depth_max, int width, int budget, int root, int* tokens, int* parents, int* depths,
-                int* count, int* status) {
-    using namespace paritree;
-    using namespace paritree::tree;
-    PARITREE_SHARED(unsigned long long, memory);
+namespace paritree {
+namespace tree {
+
+// What a builder reads and writes. The table is [depth_max, width]; widths [depth_max] counts the finite candidates of a depth.
+struct Build {
+    const int* ids;
+    const float* log_probs;
+    int depth_max, width, budget, root;
+    int *tokens, *parents, *depths;
+    const int* widths;
+};
+
+// By the first warp. Each lane keeps the best of its slots (slot % 32 == lane); a pop is a maximum over the lanes, a search through the
+// slots of one lane, and at most two insertions. Returns the number of nodes; `exact` is cleared where two doubles do not suffice.
+PARITREE_INLINE int pop_wide(const Build& build, unsigned long long* memory, bool& exact) {
+    const int *ids = build.ids, *widths = build.widths;
+    const float* log_probs = build.log_probs;
+    const int depth_max = build.depth_max, width = build.width, budget = build.budget;
+    int *tokens = build.tokens, *parents = build.parents, *depths = build.depths;
     const int capacity = budget + 1;
     Frontier f;
     f.high = memory;
@@ -74,37 +84,11 @@ best_first_tree(const int* ids, const float* log_probs, int depth_max, int width
     double* node_low = node_high + capacity;
     f.parent = reinterpret_cast<int*>(node_low + capacity);
     f.place = f.parent + capacity;
-    __shared__ int widths[DEPTH_MAX];  // finite candidates of a depth
-    __shared__ int problems;
-
-    if (threadIdx.x == 0) problems = 0;
-    if (threadIdx.x < DEPTH_MAX) widths[threadIdx.x] = 0;
-    for (int i = threadIdx.x; i <= budget; i += blockDim.x) tokens[i] = parents[i] = depths[i] = -1;
-    __syncthreads();
-    for (int i = threadIdx.x; i < depth_max * width; i += blockDim.x) {
-        const float own = log_probs[i];
-        if (own != own || own == -minus_infinity()) atomicOr(&problems, STATUS_NOT_FINITE);
-        if (i % width && !(own <= log_probs[i - 1])) atomicOr(&problems, STATUS_ASCENDS);
-        if (own > minus_infinity()) atomicAdd(&widths[i / width], 1);
-    }
-    __syncthreads();
-    if (problems) {
-        if (threadIdx.x == 0) {
-            atomicOr(status, problems);
-            *count = 0;
-        }
-        return;
-    }
-    if (threadIdx.x >= 32) return;
-
     const int lane = threadIdx.x;
-    bool exact = true;
     int used = 0, number = 0;
     int own_slot = -1;  // the best of this lane's slots
     if (lane == 0) {
         node_high[0] = node_low[0] = 0.0;
-        tokens[0] = root;
-        depths[0] = 0;  // parents[0] stays -1
     }
     if (depth_max > 0 && width > 0 && widths[0] > 0 && budget > 0) {
         used = 1;
@@ -187,6 +171,200 @@ best_first_tree(const int* ids, const float* log_probs, int depth_max, int width
         }
         __syncwarp();
     }
+    return number;
+}
+
+// The same with integers of `unit` = 2^-exponent, and the frontier in 32 groups of up to 32 neighbouring slots: a new best of a group is one
+// look by the whole warp.
+PARITREE_INLINE long long in_units(float x, int exponent) {
+    const unsigned bits = __float_as_uint(x), field = bits >> 23 & 0xffu;
+    const long long mantissa = static_cast<long long>(field ? (bits & 0x7fffffu) | 0x800000u : bits & 0x7fffffu);
+    const int shift = static_cast<int>(field ? field : 1u) - 150 + exponent;  // below 0 only over zero bits
+    const long long size = shift >= 0 ? mantissa << shift : mantissa >> -shift;
+    return bits >> 31 ? -size : size;
+}
+
+constexpr unsigned long long UNITS_BIAS = 1ull << 63;  // turns a signed integer into an unsigned one of the same order; 0 is never a score
+
+PARITREE_INLINE bool path_before(const unsigned long long* path, int a, int b) {
+    for (int w = 0; w < PATH_WORDS; ++w) {
+        const unsigned long long x = path[a * PATH_WORDS + w], y = path[b * PATH_WORDS + w];
+        if (x != y) return x < y;
+    }
+    return false;
+}
+
+// The lane with the largest key, the first rank path among equals; -1: all keys are 0. The same answer in every lane.
+PARITREE_INLINE int best_lane(unsigned long long key, int slot, const unsigned long long* path) {
+    const unsigned upper = static_cast<unsigned>(key >> 32), lower = static_cast<unsigned>(key);
+    const unsigned best_upper = __reduce_max_sync(FULL_WARP, upper);
+    if (best_upper == 0) return -1;
+    const unsigned best_lower = __reduce_max_sync(FULL_WARP, upper == best_upper ? lower : 0u);
+    unsigned equal = __ballot_sync(FULL_WARP, upper == best_upper && lower == best_lower);
+    int winner = __ffs(static_cast<int>(equal)) - 1;
+    if (equal & (equal - 1)) {
+        int winner_slot = __shfl_sync(FULL_WARP, slot, winner);
+        while (equal &= equal - 1) {
+            const int rival = __ffs(static_cast<int>(equal)) - 1, rival_slot = __shfl_sync(FULL_WARP, slot, rival);
+            if (path_before(path, rival_slot, winner_slot)) {
+                winner = rival;
+                winner_slot = rival_slot;
+            }
+        }
+    }
+    return winner;
+}
+
+PARITREE_INLINE int pop_units(const Build& build, unsigned long long* memory, int exponent) {
+    const int width = build.width, budget = build.budget, per_group = (budget + 31) / 32, capacity = 32 * per_group;
+    unsigned long long* keys = memory;                                          // [capacity], 0: empty
+    unsigned long long* path = keys + capacity;                                 // [capacity][PATH_WORDS]
+    long long* node_score = reinterpret_cast<long long*>(path + capacity * PATH_WORDS);  // [budget + 1]
+    int* parent_of = reinterpret_cast<int*>(node_score + budget + 1);           // [capacity]
+    int* place_of = parent_of + capacity;                                       // [capacity] depth << 16 | rank
+    const int lane = threadIdx.x;
+    for (int s = lane; s < capacity; s += 32) keys[s] = 0;
+    if (budget == 0 || build.depth_max == 0 || width == 0 || build.widths[0] == 0) return 0;
+    unsigned long long own_key = 0;  // the best of group `lane`
+    int own_slot = lane * per_group, used = 1, number = 0;
+    __syncwarp();
+    if (lane == 0) {
+        own_key = static_cast<unsigned long long>(in_units(build.log_probs[0], exponent)) ^ UNITS_BIAS;
+        keys[0] = own_key;
+        for (int w = 0; w < PATH_WORDS; ++w) path[w] = w ? 0ull : 1ull << (DIGIT_BITS * (DIGITS_PER_WORD - 1));
+        node_score[0] = 0;
+        parent_of[0] = 0;
+        place_of[0] = 1 << 16;
+    }
+    __syncwarp();
+    while (true) {
+        const int group = best_lane(own_key, own_slot, path);
+        if (group < 0) break;
+        const int slot = __shfl_sync(FULL_WARP, own_slot, group);
+        const long long score = static_cast<long long>(__shfl_sync(FULL_WARP, own_key, group) ^ UNITS_BIAS);
+        const int parent = parent_of[slot], depth = place_of[slot] >> 16, rank = place_of[slot] & 0xffff;
+        const unsigned long long path_word = path[slot * PATH_WORDS + lane % PATH_WORDS];
+        ++number;
+        // lanes from 4 on make the child, the first four the sibling; of each role the first lane holds the numbers
+        const bool as_child = lane >= PATH_WORDS;
+        const bool sibling = rank + 1 < build.widths[depth - 1], child = depth < build.depth_max && build.widths[depth < build.depth_max ? depth : 0] > 0;
+        const bool wanted = as_child ? child : sibling;
+        const long long above = as_child ? score : node_score[parent];
+        const int at = as_child ? depth * width : (depth - 1) * width + rank + 1;
+        const unsigned long long key = wanted ? static_cast<unsigned long long>(above + in_units(build.log_probs[at], exponent)) ^ UNITS_BIAS : 0ull;
+        const int fresh = used % 32 * per_group + used / 32;  // only below the budget, where it is a slot
+        const int child_slot = sibling ? fresh : slot;
+        if (lane == 8) {
+            build.tokens[number] = build.ids[(depth - 1) * width + rank];
+            build.parents[number] = parent;
+            build.depths[number] = depth;
+            node_score[number] = score;
+        }
+        if (number == budget) break;
+        __syncwarp();  // the slot is read
+        if (lane < 2 * PATH_WORDS && wanted) {
+            const int target = as_child ? child_slot : slot, digit = as_child ? depth : depth - 1;
+            const int shift = DIGIT_BITS * (DIGITS_PER_WORD - 1 - digit % DIGITS_PER_WORD);
+            path[target * PATH_WORDS + lane % PATH_WORDS] = path_word + (lane % PATH_WORDS == digit / DIGITS_PER_WORD ? 1ull << shift : 0ull);
+            if (lane % PATH_WORDS == 0) {
+                keys[target] = key;
+                parent_of[target] = as_child ? number : parent;
+                place_of[target] = as_child ? (depth + 1) << 16 : depth << 16 | (rank + 1);
+            }
+        }
+        if (lane == 0 && !sibling && !child) keys[slot] = 0;
+        const unsigned long long child_key = __shfl_sync(FULL_WARP, key, PATH_WORDS);  // also: what is written is seen
+        __syncwarp();
+        const unsigned long long in_group = lane < per_group ? keys[group * per_group + lane] : 0ull;
+        const int best = best_lane(in_group, group * per_group + lane, path);
+        const unsigned long long best_key = __shfl_sync(FULL_WARP, in_group, best < 0 ? 0 : best);
+        if (lane == group) {
+            own_key = best < 0 ? 0ull : best_key;
+            own_slot = group * per_group + (best < 0 ? 0 : best);
+        }
+        if (child && sibling) {
+            if (lane == used % 32 && lane != group &&
+                (child_key > own_key || (child_key == own_key && path_before(path, child_slot, own_slot)))) {
+                own_key = child_key;
+                own_slot = child_slot;
+            }
+            ++used;
+        }
+        __syncwarp();
+    }
+    return number;
+}
+
+}  // namespace tree
+}  // namespace paritree
+
+// Shared memory in bytes: 72 * (budget + 1 rounded up to a multiple of 32), 76,032 for 1,024 nodes.
+//
+// One block, 256 threads: all of them check the table, find its unit and bring it near; then the first warp pops.
+// tokens, parents, depths [budget + 1], count [1]; ids and log_probs [depth_max, width].
+extern "C" __global__ void __launch_bounds__(256)
+best_first_tree(const int* ids, const float* log_probs, int depth_max, int width, int budget, int root, int* tokens, int* parents, int* depths,
+                int* count, int* status) {
+    using namespace paritree;
+    using namespace paritree::tree;
+    PARITREE_SHARED(unsigned long long, memory);
+    __shared__ int widths[DEPTH_MAX];  // finite candidates of a depth
+    __shared__ float largest[DEPTH_MAX];
+    __shared__ int problems, exponent_low;
+
+    const int lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        problems = 0;
+        exponent_low = 1 << 20;
+    }
+    for (int i = threadIdx.x; i <= budget; i += blockDim.x) {
+        tokens[i] = i ? -1 : root;
+        parents[i] = -1;
+        depths[i] = i ? -1 : 0;
+    }
+    __syncthreads();
+    for (int depth = threadIdx.x / 32; depth < depth_max; depth += blockDim.x / 32) {
+        const float* row = log_probs + depth * width;
+        int finite = 0, problem = 0, low = 1 << 20;
+        float size = 0.0f;
+        for (int k = lane; k < width; k += 32) {
+            const float own = row[k];
+            if (own != own || own == -minus_infinity()) problem |= STATUS_NOT_FINITE;
+            if (k && !(own <= row[k - 1])) problem |= STATUS_ASCENDS;
+            if (own > minus_infinity()) {
+                ++finite;
+                size = fmaxf(size, fabsf(own));
+                const unsigned bits = __float_as_uint(own), field = bits >> 23 & 0xffu;
+                const unsigned mantissa = field ? (bits & 0x7fffffu) | 0x800000u : bits & 0x7fffffu;
+                if (mantissa) low = min(low, static_cast<int>(field ? field : 1u) - 150 + __ffs(static_cast<int>(mantissa)) - 1);
+            }
+        }
+        size = warp_max(size);
+        const int whole = static_cast<int>(__reduce_add_sync(FULL_WARP, static_cast<unsigned>(finite)));
+        if (lane == 0) {
+            widths[depth] = whole;
+            largest[depth] = size;
+        }
+        if (problem) atomicOr(&problems, problem);
+        atomicMin(&exponent_low, low);
+    }
+    __syncthreads();
+    if (problems) {
+        if (threadIdx.x == 0) {
+            atomicOr(status, problems);
+            *count = 0;
+        }
+        return;
+    }
+    if (threadIdx.x >= 32) return;
+    const Build build = {ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, widths};
+    double bound = 0.0;  // no sum is larger
+    for (int depth = 0; depth < depth_max; ++depth) bound += static_cast<double>(largest[depth]);
+    const int high = static_cast<int>(static_cast<unsigned long long>(__double_as_longlong(bound)) >> 52 & 0x7ffu) - 1022;  // bound < 2^high
+    bool exact = true;
+    const int low = exponent_low;
+    const bool narrow = bound == 0.0 || high + 1 - low <= 62;
+    const int number = narrow ? pop_units(build, memory, bound == 0.0 ? 0 : -low) : pop_wide(build, memory, exact);
     if (lane == 0) {
         *count = number;
         if (!exact) atomicOr(status, STATUS_INEXACT);

@@ -122,6 +122,11 @@ T atomicAdd(T* at, T value) {
   *at = before + value;
   return before;
 }
+inline int atomicMin(int* at, int value) {
+  const int before = *at;
+  *at = value < before ? value : before;
+  return before;
+}
 template <class T>
 T atomicOr(T* at, T value) {
   const T before = *at;

@@ -283,7 +283,7 @@ void Device::best_first_tree(const int32_t* ids, const float* log_probs, int64_t
                              int32_t* parents, int32_t* node_depths, int32_t* count, int32_t* status) {
   if (budget > kBudgetMax || depths > kDepthMax)
     unsupported("T5: budget ", budget, " and ", depths, " depths are asked for, but these kernels hold ", kBudgetMax, " and ", kDepthMax);
-  LAUNCH(::best_first_tree, {1}, 256, (budget + 1) * 72, ids, log_probs, narrow(depths), narrow(width), narrow(budget), root, tokens, parents, node_depths, count,
+  LAUNCH(::best_first_tree, {1}, 256, int64_t{72} * round_up(budget + 1, 32), ids, log_probs, narrow(depths), narrow(width), narrow(budget), root, tokens, parents, node_depths, count,
          status);
 }
 
