@@ -8,6 +8,7 @@ therefore doubled.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,20 +56,40 @@ class Noise:
         return float(np.hypot(self.bound[row, first], self.bound[row, second])) if self.decided[row] else float("inf")
 
 
-def noise(model: JudgeModel, rows: Rows, profile: Profile) -> Noise:
+def log_total(logits: Wide) -> Wide:
+    """log sum exp over the last axis, which stays."""
+    top = logits.max(-1, keepdims=True)
+    total: Wide = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    return total
+
+
+def noise(model: JudgeModel, rows: Rows, profile: Profile, *, log_probs: bool = False) -> Noise:
+    """`log_probs`: of log-probabilities instead of logits, for engines that show nothing else."""
     a = arithmetic(profile, True, True)
+
+    def walked(sampler: Sampler) -> Wide:
+        logits = walk(model, rows.token, rows.position, rows.visible, rows.wanted, sampler, a).mid
+        return logits - log_total(logits) if log_probs else logits
+
     plain = Sampler(model, None)
-    reference = walk(model, rows.token, rows.position, rows.visible, rows.wanted, plain, a).mid
+    reference = walked(plain)
     square = np.zeros(reference.shape)
     cache_square = [np.zeros(part.shape) for part in plain.cache]
     drift: list[list[Wide]] = []
     for sample in range(SAMPLES):
         sampler = Sampler(model, philox("noise", sample), plain.ids)
-        square += np.square(walk(model, rows.token, rows.position, rows.visible, rows.wanted, sampler, a).mid - reference)
+        square += np.square(walked(sampler) - reference)
         drift.append(sampler.margins)
         for total, part, exact in zip(cache_square, sampler.cache, plain.cache, strict=True):
             total += np.square(part - exact)
     bound = _bound(reference, square, profile)
+    if log_probs:
+        # log sum exp: exp and log of the profile, a sum in any order (its standard error), |log Z| <= largest logit + log V
+        logits = walk(model, rows.token, rows.position, rows.visible, rows.wanted, Sampler(model, None), a).mid
+        vocab = logits.shape[-1]
+        bound = bound + profile.u_accumulate * (
+            2 * profile.exp_ulp + SIGMAS * math.sqrt(vocab) + 2 * profile.log_ulp * np.abs(log_total(logits)) + np.abs(logits)
+        )
     near = np.zeros(len(rows.token), np.bool_)
     for layer, margin in enumerate(plain.margins):
         spread = np.sqrt(np.mean([np.square(sample[layer] - margin) for sample in drift], 0))

@@ -20,7 +20,8 @@ from oracles.statistical import judge_cache, judge_logits
 from spec.script import Script, Step
 
 if TYPE_CHECKING:
-    from oracles.session import SessionJudge, Walked
+    from oracles.session import SessionJudge
+    from oracles.walked import Walked
 
 Logits = NDArray[np.float32]
 
@@ -34,12 +35,15 @@ def judge_tokens(judge: SessionJudge, script: Script, answered: list[tuple[int, 
         return [Judgement(Verdict.MALFORMED, "M9", "matmul", "logits", next(iter(history.rungs)), message=text)]
     found, due = own.argmax(-1), golden.argmax(-1)
     differs = found != due
+    log_probs = "log_probs" in walked.trace.description.capabilities  # a constant per row: tokens and margins are those of the logits
     chained = proof_chain(walked)[history.wanted]
     bound = None
     # what no chain of taps proves is held against the statistical bound, unless the location of a mistake is known already
     statistical = not walked.tapped or (not chained.all() and not any(j.verdict in FINDINGS for j in walked.judgements))
     if statistical or (differs & ~chained).any():
-        bound = noise(judge.prepared, Rows(history.token, history.position, history.visible, history.wanted), walked.profile)
+        bound = noise(
+            judge.prepared, Rows(history.token, history.position, history.visible, history.wanted), walked.profile, log_probs=log_probs
+        )
     out = [] if walked.tapped or bound is None else judge_cache(walked, bound)
     for rung, rows in history.rungs.items():
         at = np.flatnonzero(np.isin(history.wanted, rows))

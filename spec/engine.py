@@ -88,7 +88,8 @@ class Description:
     version: str
     profile: Profile = field(default_factory=Profile)
     capabilities: frozenset[str] = frozenset()
-    """Of: "run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "free_slots", "generate", "generate_tree"."""
+    """Of: "run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "free_slots", "generate", "generate_tree"; "log_probs": `forward`
+    answers log-probabilities instead of logits, because the engine shows nothing else."""
     ops: frozenset[str] = frozenset()
     taps: frozenset[str] = frozenset()
     departures: tuple[Departure, ...] = ()
@@ -206,7 +207,9 @@ class Session(Protocol):
 class Engine(Protocol):
     def describe(self) -> Description: ...
 
-    def run_op(self, op: str, inputs: Mapping[str, NDArray[Any]], params: Mapping[str, int | float], outputs: Mapping[str, NDArray[Any]]) -> None:
+    def run_op(
+        self, op: str, inputs: Mapping[str, NDArray[Any]], params: Mapping[str, int | float], outputs: Mapping[str, NDArray[Any]]
+    ) -> None:
         """Fill the caller's `outputs` (poisoned before the call). Records: spec/ops."""
         ...
 
