@@ -16,6 +16,10 @@ from oracles.ball import Ball, Wide
 from oracles.judgement import Judgement, Verdict
 
 TINY = 5e-324  # the smallest double: zero over it is zero, anything else is at least one
+LARGE = 2.0**-4
+"""A radius above this share of its row's root mean square proves nothing: a row over 16 keys that loses one key moves by as much."""
+TIGHT = 2.0**-10
+"""A composed radius up to this share of its row still carries a proof for TIE: the smallest share that bf16 would already exceed."""
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 POISON_FLOAT_BITS = 0x7FC0DEAD  # campaigns.hazards: this NaN was never written
 GUARD_INT = -7777777  # likewise

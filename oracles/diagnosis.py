@@ -21,7 +21,7 @@ from oracles.judgement import Judgement, Verdict
 from oracles.ops import matmul, o_latent, q_absorb, rope, scores, softmax
 
 if TYPE_CHECKING:
-    from oracles.session import Walked
+    from oracles.walked import Walked
 
 
 REGION = ("o_latent", "o_heads", "attn_out")

@@ -16,7 +16,7 @@ from oracles.judgement import Judgement, Verdict
 from oracles.noise import Noise
 
 if TYPE_CHECKING:
-    from oracles.session import Walked
+    from oracles.walked import Walked
 
 Logits = NDArray[np.float32]
 

@@ -16,7 +16,8 @@ from impls.golden import GoldenEngine
 from impls.planted import blocked_attention, blocked_cache  # noqa: F401  (they register)
 from impls.planted.planting import OVERRIDES
 from oracles.judgement import Judgement, Verdict, worst
-from oracles.session import OP_OF_TAP, judge_session
+from oracles.session import judge_session
+from oracles.walked import OP_OF_TAP
 from spec.engine import Description
 from spec.script import Answer, Failure, Forward, Trace
 from spec.taps import all_tap_names, taps_of_layer
