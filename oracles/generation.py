@@ -207,7 +207,7 @@ def _judge_tokens(
         limit = bound.margin_bound(at, int(found[at]), int(due[at]))
         verdict, reason, limit = decide(margin, False, limit)
         if verdict is Verdict.UNVERIFIED and explain is not None:
-            verdict, reason = _explained(explain(tuple(streams[sequence][: len(step.prompts[sequence]) + place].tolist())), reason)
+            verdict, reason = explained(explain(tuple(streams[sequence][: len(step.prompts[sequence]) + place].tolist())), reason)
         rule = _rule_of(generations[sequence], place)
         text = (
             f"sequence {sequence} emitted token {int(found[at])} at {place}, but the spec {int(due[at])} after the same history, by a margin of "
@@ -235,7 +235,7 @@ def _rule_of(generation: Generation, place: int) -> str:
     return "L1"
 
 
-def _explained(judgements: list[Judgement], reason: str) -> tuple[Verdict, str]:
+def explained(judgements: list[Judgement], reason: str) -> tuple[Verdict, str]:
     """The same history once more, with taps: a finding there is the cause; a TIE there explains the token."""
     finding = next((j for j in judgements if j.verdict in FINDINGS), None)
     if finding is not None:

@@ -15,7 +15,7 @@ from campaigns.case import GenerateCase
 from impls.blocked.engine import BlockedEngine
 from impls.golden import GoldenEngine
 from oracles.ball import arithmetic
-from oracles.generation import path_problem, round_problem
+from oracles.generation import explained, path_problem, round_problem
 from oracles.judgement import Judgement, Verdict
 from spec.engine import Generation, Profile, Round
 from spec.script import Answer, Generate, Script, Trace
@@ -84,6 +84,20 @@ def test_the_caller_can_explain_a_token_by_running_its_history_with_taps() -> No
 
     first("none", other_token(2), explain=explain)
     assert asked == []  # beyond the statistical bound there is nothing to explain
+
+
+@pytest.mark.parametrize(
+    ("rerun", "verdict"),
+    [
+        ([Judgement(Verdict.TIE, "L1", "argmax", "token", "prefill")], Verdict.TIE),
+        ([Judgement(Verdict.DEFECT, "C3", "softmax", "probs", "prefill", message="probs[1] is wrong")], Verdict.DEFECT),
+        ([Judgement(Verdict.EXACT, "L1", "argmax", "token", "prefill")], Verdict.UNVERIFIED),
+    ],
+)
+def test_the_rerun_with_taps_decides_what_rounding_may_have_done(rerun: list[Judgement], verdict: Verdict) -> None:
+    found, reason = explained(rerun, "nothing is known")
+    assert found is verdict
+    assert ("probs[1] is wrong" in reason) == (verdict is Verdict.DEFECT)
 
 
 # ---- lengths ------------------------------------------------------------------------------------------------------------------
