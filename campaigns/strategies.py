@@ -7,6 +7,7 @@ common tiles. Overrides of a preset break coincidences (BUGZOO region 2), one bu
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -153,24 +154,42 @@ def _hazards(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
 # Trees
 
 
-def tree_cases(size: str = "full", hazards: tuple[str, ...] = ()) -> st.SearchStrategy[TreeCase]:
-    @st.composite
-    def build(draw: Draw) -> TreeCase:
-        vocab = draw(_int(1, 6) if size == "small" else _pick((1, 2, 3, 5, 8, 16, 33, 64, 100)))
-        return TreeCase(
-            vocab=vocab,
-            depth=draw(_int(1, 3 if size == "small" else 8)),
-            budget=draw(_int(0, 6) if size == "small" else _pick((0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 22, 31, 33))),
-            prefix_len=draw(_pick((0, 1, 2, 7, 15, 16, 17, 33))),
-            cache_dim=draw(_pick((1, 3, 8))),
-            grid=draw(_pick((0, -1, 1, 3))),
-            follow=draw(_pick((80, 100, 0, 50))),
-            minus_infinity=draw(_pick((0, 0, 0, 1, max(0, vocab - 1), vocab))),
-            seed=draw(SEEDS),
-            hazards=draw(_hazards(hazards)),
-        )
+_TREE_SMALL: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("budget", tuple(range(7))),
+    ("depth", (1, 2, 3)),
+    ("vocab", tuple(range(1, 7))),
+    ("prefix_len", (0, 1, 2, 7, 15, 16, 17, 33)),
+    ("cache_dim", (1, 3, 8)),
+    ("grid", (0, -1, 1, 3)),
+    ("follow", (80, 100, 0, 50)),
+)
+_TREE_FULL: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("budget", (0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 22, 31, 33)),
+    ("depth", tuple(range(1, 9))),
+    ("vocab", (1, 2, 3, 5, 8, 16, 33, 64, 100)),
+    *_TREE_SMALL[3:],
+)
 
-    return build()
+
+def tree_cases(size: str = "full", hazards: tuple[str, ...] = ()) -> st.SearchStrategy[TreeCase]:
+    """All fields but the seed are digits of one integer, the budget first: one draw where nine would take as long as the trial itself.
+
+    Shrinking the integer shrinks the budget first, then the depth, and so on.
+    """
+    fields = _TREE_SMALL if size == "small" else _TREE_FULL
+    every_hazard = ((), (), *((name,) for name in hazards))
+    radices = [len(every_hazard), 6, *(len(values) for _, values in reversed(fields))]
+
+    def build(number: int, seed: int) -> TreeCase:
+        digits = []
+        for radix in radices:
+            number, digit = divmod(number, radix)
+            digits.append(digit)
+        given = {name: values[digit] for (name, values), digit in zip(reversed(fields), digits[2:], strict=True)}
+        gone = (0, 0, 0, 1, given["vocab"] - 1, given["vocab"])[digits[1]]  # candidates of -inf: none, one, all but one, all
+        return TreeCase(**given, minus_infinity=gone, seed=seed, hazards=every_hazard[digits[0]])
+
+    return st.builds(build, _int(0, math.prod(radices) - 1), SEEDS)
 
 
 # Sessions
