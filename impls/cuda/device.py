@@ -5,12 +5,17 @@ Arrays are whatever the device gives (cupy.ndarray or numpy.ndarray); both have 
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from impls.native import build as native_build
 from impls.cuda.source import expanded, kernel_names
 from spec.engine import Unsupported
 
@@ -27,6 +32,7 @@ class Device(Protocol):
 
     processors: int
     shared_max: int  # bytes of shared memory that one block may have
+    warpgroups: bool  # kernels of tree_attention_sm90.cuh are there
 
     def empty(self, shape: Shape, dtype: Any) -> Array:
         """Uninitialised; a checking device fills it with poison."""
@@ -61,7 +67,9 @@ class CupyDevice:
             raise Unsupported("there is no CUDA device")
         self._cupy = cupy
         self._checking = checking
-        self._module = cupy.RawModule(code=expanded(), options=("-std=c++17",), name_expressions=None)
+        capability = cupy.cuda.Device().compute_capability
+        self.warpgroups = capability == "90"
+        self._module = cupy.RawModule(path=str(_cubin(f"sm_{capability}{'a' if self.warpgroups else ''}")))
         self._kernels: dict[str, Any] = {}
         self._guarded: list[Any] = []
         attributes = cupy.cuda.Device().attributes
@@ -108,6 +116,28 @@ class CupyDevice:
 
     def synchronise(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()
+
+
+def _cubin(architecture: str) -> Path:
+    """The compiled kernels, by CuPy's NVRTC, from the cache folder. CuPy's own path has no word for sm_90a."""
+    from cupy.cuda import nvrtc
+
+    text = expanded()
+    version = ".".join(map(str, nvrtc.getVersion()))
+    digest = hashlib.blake2b("\0".join((text, architecture, version)).encode(), digest_size=10).hexdigest()
+    path = native_build.cache_folder() / f"paritree-cuda-{digest}.cubin"
+    if not path.exists():
+        program = nvrtc.createProgram(text, "kernels.cu", [], [])
+        try:
+            nvrtc.compileProgram(program, [f"-arch={architecture}", "-std=c++17"])
+        except nvrtc.NVRTCError as problem:
+            raise native_build.BuildError(f"NVRTC {version}, {architecture}: {problem}\n{nvrtc.getProgramLog(program)}") from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as folder:
+            made = Path(folder) / path.name
+            made.write_bytes(nvrtc.getCUBIN(program))
+            os.replace(made, path)
+    return path
 
 
 def _argument(value: Any) -> Any:

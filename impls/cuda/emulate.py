@@ -40,6 +40,7 @@ class EmulatedDevice:
         self._guarded: list[NDArray[np.uint8]] = []
         self.processors = 4
         self.shared_max = 232_448  # of sm_90
+        self.warpgroups = True
 
     def empty(self, shape: Shape, dtype: Any) -> Array:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize

@@ -15,3 +15,4 @@
 #include "tree.cuh"
 #include "tree_attention_bf16.cuh"
 #include "tree_attention_f32.cuh"
+#include "tree_attention_sm90.cuh"

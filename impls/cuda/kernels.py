@@ -18,6 +18,7 @@ TILED_RANK, TILED_WIDTH, TILED_ROWS, TILED_KEYS = 512, 576, 64, 32
 TILED_SHARED = 100_864  # bytes; asserted in tree_attention_f32.cuh
 MMA16 = ("tree_attention_mma_bf16", 65_536)  # kernel, bytes; asserted in tree_attention_bf16.cuh
 MMA32 = ("tree_attention_mma32_bf16", 121_344)
+WGMMA = ("tree_attention_wgmma_bf16", 231_424)  # sm_90a only; asserted in tree_attention_sm90.cuh
 SHARED_PORTABLE = 101_376  # bytes a block on sm_120
 DRAFT_CHUNK, DRAFT_BINS, DRAFT_SORT = 4096, 4096, 4096  # draft_table.cuh
 DEPTH_MAX, BUDGET_MAX = 20, 1024  # tree.cuh
@@ -41,7 +42,7 @@ class Kernels:
             raise ValueError(f"forms is {forms!r}, but must be fast or plain")
         self.device = device
         self.plain = forms == "plain"
-        self.mma_form = MMA32 if device.shared_max >= MMA32[1] else MMA16
+        self.mma_form = WGMMA if device.warpgroups else MMA32 if device.shared_max >= MMA32[1] else MMA16
 
     # Rows
 
