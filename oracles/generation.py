@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Explain = Callable[[tuple[int, ...]], list[Judgement]]
 """history -> the judgements of a fresh session of the same engine that runs exactly this history with taps, logits of the last row wanted."""
 RUNG = "whole loop"
+OF_TABLE = frozenset({"T1", "T2", "T4", "T8"})  # rules of the table that a tree is built from
 
 
 def judge_generate(
@@ -78,7 +79,8 @@ def _judge_rounds(step: Generate, generations: list[Generation], number: int, a:
                 rule, text, used = round_problem(step.drafter.draft(sequence, history), ran, history, step.budget, a)
                 share = max(share, used)
                 if text:
-                    tree_fault = Judgement(Verdict.DEFECT, rule, "best_first_tree", "tree", message=f"{where}: {text} ({rule})", **place)
+                    op = "draft_table" if rule in OF_TABLE else "best_first_tree"
+                    tree_fault = Judgement(Verdict.DEFECT, rule, op, "tree", message=f"{where}: {text} ({rule})", **place)
             checked, nodes = checked + 1, nodes + len(ran.tokens)
             emitted += [*(ran.tokens[node] for node in ran.path[1:] if node < len(ran.tokens)), ran.bonus]
         if path_fault is None and generation.rounds:
@@ -118,6 +120,12 @@ def round_problem(logits: NDArray[np.float32], ran: Round, history: Int, budget:
         return problem.rule, problem.message, 0.0
     if tuple(tree.tokens.tolist()) == ran.tokens and tuple(tree.parents.tolist()) == ran.parents:
         return "T3", "", 0.0
+    if shifted_by(logits, ran, root, budget):
+        return (
+            "T1",
+            f"the tree is that of drafter rows shifted by {shifted_by(logits, ran, root, budget)}: row d - 1 belongs to depth d",
+            0.0,
+        )
     if len(ran.tokens) != len(tree.tokens):
         return "T5", f"the tree has {len(ran.tokens) - 1} nodes, but must have {tree.count} (budget {budget})", 0.0
     radius = log_softmax(np.asarray(logits, np.float32), table.ids, a).rad
@@ -125,6 +133,18 @@ def round_problem(logits: NDArray[np.float32], ran: Round, history: Int, budget:
     tokens, parents = np.array(ran.tokens, np.int32), np.array(ran.parents, np.int32)
     decided = tree_problem(tokens, parents, table.ids, table.log_probs, radius, a.float32_scores)
     return decided.rule, decided.problem.removesuffix(f" ({decided.rule})"), decided.share
+
+
+def shifted_by(logits: NDArray[np.float32], ran: Round, root: int, budget: int) -> int:
+    """By how many rows the drafter's logits must move for the spec to build the engine's tree; 0 if none of the usual mistakes explains it."""
+    depths = len(logits)
+    at = np.arange(depths)
+    for shift, rows in ((1, np.roll(at, -1)), (1, np.minimum(at + 1, depths - 1)), (-1, np.roll(at, 1)), (-1, np.maximum(at - 1, 0))):
+        if depths > 1:
+            tree = best_first_tree(draft_table(np.asarray(logits[rows], np.float32), budget), root, budget)
+            if tuple(tree.tokens.tolist()) == ran.tokens and tuple(tree.parents.tolist()) == ran.parents:
+                return shift
+    return 0
 
 
 def path_problem(ran: Round) -> tuple[str, str] | None:

@@ -162,6 +162,14 @@ def test_a_tree_with_fewer_nodes_breaks_t5() -> None:
     assert found.rule == "T5"
 
 
+def test_a_tree_of_shifted_drafter_rows_breaks_t1() -> None:
+    logits = np.random.default_rng(0).standard_normal((4, 30)).astype(np.float32)
+    tree = best_first_tree(draft_table(np.roll(logits, -1, 0), 6), 9, 6)
+    ran = Round(tuple(tree.tokens.tolist()), tuple(tree.parents.tolist()), (0,), 7)
+    rule, problem, _ = round_problem(logits, ran, np.array([9], np.int32), 6, arithmetic(Profile()))
+    assert rule == "T1" and "shifted by 1" in problem
+
+
 def test_another_root_breaks_c1() -> None:
     assert first("random", with_round(0, lambda r: dataclasses.replace(r, tokens=((r.tokens[0] + 1) % 96, *r.tokens[1:])))).rule == "C1"
 
