@@ -22,7 +22,7 @@ Table = Sequence[Sequence[float]]
 # The table
 
 
-@plant("C07", "draft_row", "c", "C07 ikawrakow/ik_llama.cpp/pull/2296", ("draft_table", "T1"), "two depths", nodes=1)
+@plant("C07", "draft_row", "c", "C07 ikawrakow/ik_llama.cpp/pull/2296", (*TABLE, "T1"), "two depths", nodes=1)
 def table_shifted_by_one_slot(site: Site, depth: int) -> int:
     """The block is seeded one position early: depth d reads what belongs to depth d - 1."""
     return max(0, int(site.honest(depth)) - 1)

@@ -10,7 +10,14 @@ from impls.planted.planting import OVERRIDES, PLANTS, REGIONS
 
 __all__ = ["NOT_EXPRESSED", "OVERRIDES", "PLANTS", "REGIONS"]
 
-_FILES = (blocked_attention, blocked_cache, blocked_layers, blocked_process, blocked_profile, blocked_tree)  # importing them registers their plants
+_FILES = (
+    blocked_attention,
+    blocked_cache,
+    blocked_layers,
+    blocked_process,
+    blocked_profile,
+    blocked_tree,
+)  # importing them registers their plants
 
 NOT_EXPRESSED = {
     "Z21": "needs sampled drafts: the seam decodes greedily",

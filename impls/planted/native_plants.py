@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from impls.planted import Plant
-from impls.planted.planting import ACCEPT, CACHE, CLASSES, MASK, POSITION, REGIONS, STREAM, TREE
+from impls.planted.planting import ACCEPT, ANY, CACHE, CLASSES, MASK, POSITION, REGIONS, ROPE, ROUTE, SCORES, SOFTMAX, STREAM, TABLE, TREE
 
 PRODUCTS = ("matmul", "q_absorb", "o_heads", "moe", "M3")
 COMMIT = (*CACHE, "commit", "cache_rows")
@@ -90,6 +90,62 @@ _ALL = (
         "gemm-hang", "j", "BUGZOO J05 Luce-Org/lucebox/commit/c1ec4342b41fc1eeefd6698d8a9fc9c53d7c5526", (*PRODUCTS, "forward", "generate"),
         "a matrix product of exactly 5 rows: a root and 4 nodes, or a prompt of 5 tokens", nodes=4,
     ),
+    _plant("scale-log2", "a", "BUGZOO Z01 after A01 flashinfer-ai/flashinfer/pull/787", SCORES, "one score that is not 0"),
+    _plant(
+        "max-floor", "b", "BUGZOO Z09 after B01 flashinfer-ai/flashinfer/pull/4401", (*SOFTMAX, "o_latent"),
+        "raw scores below -5e4 in every column that a row sees", needs=["extreme"],
+    ),
+    _plant(
+        "out-not-rescaled", "h", "BUGZOO H12 flashinfer-ai/flashinfer/pull/1055", (*SOFTMAX, "o_latent"),
+        "17 keys of which the last has the best score, without taps inside of attention", needs=["long", "op"],
+    ),
+    _plant(
+        "merge-unscaled", "a", "BUGZOO Z06 after A17 flashinfer-ai/flashinfer/pull/1055", (*SOFTMAX, "o_latent"),
+        "257 keys: two parts whose best scores differ", needs=["long", "op"],
+    ),
+    _plant(
+        "empty-uniform", "b", "BUGZOO A19 vllm-project/vllm/pull/49294", (*SOFTMAX, "C3"), "a row that sees no key", needs=["op", "empty row"],
+    ),
+    _plant("key-layout", "a", "BUGZOO Z04 after A07 ikawrakow/ik_llama.cpp/pull/2099", ROPE, "position 1 and more than one pair"),
+    _plant(
+        "group-mask-zero", "f", "BUGZOO Z27 after F01 deepseek-ai/DeepSeek-V3/commit/1398800ebfcd49c048737e8b1aae69dee46ffefc", ROUTE,
+        "kept groups with negative choice scores", needs=["groups"],
+    ),
+    _plant(
+        "top-k-last", "f", "BUGZOO I08 Pushkinist/rMLX/issues/373", (*ROUTE, "N5"), "two experts with equal choice scores at the cut",
+        needs=["ties"],
+    ),
+    _plant("biased-weights", "f", "BUGZOO Z29 after F09 ml-explore/mlx-lm/pull/1354", ROUTE, "a routing bias other than 0"),
+    _plant("shared-first-row", "f", "BUGZOO F19 kvcache-ai/ktransformers/pull/1686", ("combine", "M7"), "two rows"),
+    _plant("norm-eps", "g", "BUGZOO G03 huggingface/transformers/pull/44346", ("rms_norm", "M2"), "an eps other than 1e-5"),
+    _plant(
+        "norm-stride", "k", "BUGZOO A20 local-inference-lab/vllm/pull/17", ("rms_norm", "M2"),
+        "two rows of a session: the latent is normalised out of a wider row",
+    ),
+    _plant("swiglu-swapped", "g", "BUGZOO Z33 after G07 vllm-project/vllm/pull/29273", ("swiglu", "moe", "M7"), "gate and up that differ"),
+    _plant(
+        "argmax-last", "d", "BUGZOO Z20 after D13 ohdearquant/lattice/issues/280", ("argmax", "A1", "N5"), "two equal maxima", needs=["ties"],
+    ),
+    _plant(
+        "argmax-stray", "h", "BUGZOO H11 flashinfer-ai/flashinfer/pull/3890", ANY, "the operation with one row: its output is written past its end",
+        needs=["op"],
+    ),
+    _plant("head-zero", "a", "BUGZOO A13 kvcache-ai/ktransformers/commit/255c0fcf3bcde6ebb51d8f1db29890c803d44bbc", ("q_absorb", "o_heads"), "two heads"),
+    _plant(
+        "mask-32", "b",
+        "DDTREE section 6 row 46 sgl-project/sglang/blob/main/python/sglang/srt/speculative/eagle_utils.py", MASK, "33 rows of one sequence",
+        nodes=32, needs=["long"],
+    ),
+    _plant("budget-short", "c", "DDTREE section 6 row 19 sgl-project/sglang/pull/29907", TREE, "a budget of 1", nodes=1),
+    _plant(
+        "child-score", "c", "DDTREE section 6 row 5 hao-ai-lab/JetSpec", TREE, "a grandchild that beats a sibling of its parent alone", nodes=2,
+    ),
+    _plant("table-first-row", "c", "BUGZOO D08 ml-explore/mlx-examples/pull/1291", TABLE, "two depths", nodes=1),
+    _plant(
+        "next-sibling", "d", "BUGZOO C05 SafeAILab/EAGLE/commit/80cd31ec4bff57a660e45cac576372e38b2a76d4", ACCEPT,
+        "the accepted child of the root is node 3", nodes=3, needs=["tree"],
+    ),
+    _plant("fork-pages", "e", "BUGZOO E04 Luce-Org/lucebox/pull/371", COMMIT, "a fork of a sequence whose last page is not full", needs=["fork"]),
 )  # fmt: skip
 
 PLANTS: dict[str, Plant] = {plant.name: plant for plant in _ALL}
