@@ -17,12 +17,25 @@ constexpr int64_t kBlock = 16;          // keys per rescaling
 constexpr int64_t kPart = 16 * kBlock;  // keys per part: at most 16 + 16 sequential additions, within the declared height
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
+// What raw scores are multiplied with.
+float scaled(float scale) {
+#ifdef PARITREE_PLANT_SCALE_LOG2
+  return scale * 0.6931472f;  // meant for exp2, which is not what is called
+#else
+  return scale;
+#endif
+}
+
 // exp(score - maximum), where a maximum of -inf means that nothing was seen yet.
 float weight_of(float score, float maximum) { return score == maximum ? 1.0f : std::exp(score - maximum); }
 
 // Running softmax statistics and the unnormalised output: out = sum exp(score - maximum) * latent.
 struct Part {
+#ifdef PARITREE_PLANT_MAX_FLOOR
+  float maximum = -5e4f;
+#else
   float maximum = kNothing;
+#endif
   float sum = 0.0f;
   std::vector<float> out;
 
@@ -33,7 +46,9 @@ struct Part {
     maximum = new_maximum;
     if (factor == 1.0f) return;
     sum *= factor;
+#ifndef PARITREE_PLANT_OUT_NOT_RESCALED
     for (float& value : out) value *= factor;
+#endif
   }
 };
 
@@ -67,7 +82,9 @@ void merge(Part& into, Part& from) {
   }
   const float maximum = std::max(into.maximum, from.maximum);
   into.rescale_to(maximum);
+#ifndef PARITREE_PLANT_MERGE_UNSCALED
   from.rescale_to(maximum);
+#endif
   into.sum += from.sum;
   for (std::size_t r = 0; r < into.out.size(); ++r) into.out[r] += from.out[r];
 }
@@ -117,7 +134,7 @@ void attend(const AttentionShape& shape, const float* q, const VisibleKeys& keys
     const Part row = reduce(count, shape.value_dim, [&](int64_t start, int64_t size, const float** values) {
       for (int64_t j = 0; j < size; ++j) {
         values[j] = keys.rows[static_cast<std::size_t>(start + j)];
-        scores[static_cast<std::size_t>(start + j)] = shape.scale * dot(q_h, values[j], shape.key_dim);
+        scores[static_cast<std::size_t>(start + j)] = scaled(shape.scale) * dot(q_h, values[j], shape.key_dim);
       }
       return scores.data() + start;
     });
@@ -146,12 +163,15 @@ void softmax_row(const float* scores, const uint8_t* visible, float* probs, int6
   const Part row = reduce(static_cast<int64_t>(seen.size()), 0, [&](int64_t start, int64_t, const float**) { return seen.data() + start; });
   for (int64_t j = 0; j < count; ++j) {
     probs[j] = visible[j] && row.sum != 0.0f ? weight_of(scores[j], row.maximum) / row.sum : 0.0f;
+#ifdef PARITREE_PLANT_EMPTY_UNIFORM
+    if (row.sum == 0.0f) probs[j] = 1.0f / static_cast<float>(count);
+#endif
   }
 }
 
 void attention_scores(const float* q, const float* keys, float scale, float* out, int64_t queries, int64_t key_count, int64_t dim) {
   for (int64_t query = 0; query < queries; ++query) {
-    for (int64_t key = 0; key < key_count; ++key) out[query * key_count + key] = scale * dot(q + query * dim, keys + key * dim, dim);
+    for (int64_t key = 0; key < key_count; ++key) out[query * key_count + key] = scaled(scale) * dot(q + query * dim, keys + key * dim, dim);
   }
 }
 

@@ -61,7 +61,7 @@ def library(*, sanitize: bool = False, plant: str | None = None) -> Path:
 
 def plant_names() -> tuple[str, ...]:
     """Every plant that the sources know, as build and registry spell it ("mask-tile")."""
-    found = {match for source in _texts() for match in re.findall(rf"#ifdef {PLANT_PREFIX}(\w+)", source)}
+    found = {match for source in _texts() for match in re.findall(rf"#ifn?def {PLANT_PREFIX}(\w+)", source)}
     return tuple(sorted(name.lower().replace("_", "-") for name in found))
 
 

@@ -119,7 +119,11 @@ void Cache::fork(int32_t source, int32_t target) {
   if (contains(target)) invalid("sequence ", target, " exists already: evict it before a fork");
   append(target, std::vector<int32_t>(static_cast<std::size_t>(rows), -1));
   for (int64_t layer = 0; layer < layers_; ++layer) {
-    for (int64_t index = 0; index < rows; ++index) std::copy_n(row(layer, source, index), width_, row(layer, target, index));
+    int64_t copied = rows;
+#ifdef PARITREE_PLANT_FORK_PAGES
+    copied = rows / kPageRows * kPageRows;  // whole pages only
+#endif
+    for (int64_t index = 0; index < copied; ++index) std::copy_n(row(layer, source, index), width_, row(layer, target, index));
   }
   Sequence& copy = known(target);
   copy.committed = rows;

@@ -77,7 +77,11 @@ void matmul(const float* x, int64_t x_stride, const float* w, float* out, int64_
 void matmul_per_head(const float* x, int64_t x_stride, int64_t x_head_stride, const float* w, float* out, int64_t rows, int64_t heads,
                      int64_t inner, int64_t columns) {
   for (int64_t head = 0; head < heads; ++head) {
-    matmul(x + head * x_head_stride, x_stride, w + head * inner * columns, out + head * columns, heads * columns, rows, inner, columns);
+    int64_t of = head;
+#ifdef PARITREE_PLANT_HEAD_ZERO
+    of = 0;
+#endif
+    matmul(x + head * x_head_stride, x_stride, w + of * inner * columns, out + head * columns, heads * columns, rows, inner, columns);
   }
 }
 

@@ -14,7 +14,11 @@
 namespace paritree {
 namespace {
 
+#ifdef PARITREE_PLANT_GROUP_MASK_ZERO
+constexpr float kDropped = 0.0f;
+#else
 constexpr float kDropped = -std::numeric_limits<float>::infinity();
+#endif
 
 // Indices of the `keep` largest values, best first; the lower index wins among equals. Any order is total, also with NaN last.
 void largest(const float* values, int64_t count, int64_t keep, std::vector<int32_t>& indices) {
@@ -22,7 +26,11 @@ void largest(const float* values, int64_t count, int64_t keep, std::vector<int32
   std::iota(indices.begin(), indices.end(), 0);
   const auto better = [values](int32_t a, int32_t b) {
     if (std::isnan(values[a]) || std::isnan(values[b])) return std::isnan(values[a]) == std::isnan(values[b]) ? a < b : std::isnan(values[b]);
+#ifdef PARITREE_PLANT_TOP_K_LAST
+    return values[a] > values[b] || (values[a] == values[b] && a > b);
+#else
     return values[a] > values[b] || (values[a] == values[b] && a < b);
+#endif
   };
   std::partial_sort(indices.begin(), indices.begin() + keep, indices.end(), better);
 }
@@ -96,6 +104,9 @@ void route(const RouteConfig& config, const float* scores, const float* bias, in
     for (int64_t k = 0; k < config.top_k; ++k) {
       ids[k] = order[static_cast<std::size_t>(k)];
       weights[k] = scores[ids[k]];
+#ifdef PARITREE_PLANT_BIASED_WEIGHTS
+      weights[k] += bias[ids[k]];
+#endif
       sum += weights[k];
     }
     const float denominator = config.norm_top_k ? sum + config.denominator_eps : 1.0f;
@@ -140,6 +151,9 @@ void combine(const float* weights, const float* experts, const float* shared, fl
   for (int64_t row = 0; row < rows; ++row, weights += top_k, experts += top_k * hidden, shared += hidden, out += hidden) {
     for (int64_t i = 0; i < hidden; ++i) {
       float sum = shared[i];
+#ifdef PARITREE_PLANT_SHARED_FIRST_ROW
+      if (row > 0) sum = 0.0f;
+#endif
       for (int64_t k = 0; k < top_k; ++k) sum += weights[k] * experts[k * hidden + i];
       out[i] = sum;
     }

@@ -214,6 +214,9 @@ void op_argmax(const Operands& op) {
   int32_t* ids = op.out<int32_t>("ids", {T});
   if (V == 0 && T > 0) invalid("logits has no column to choose");
   for (int64_t t = 0; t < T; ++t) ids[t] = argmax(logits + t * V, V);
+#ifdef PARITREE_PLANT_ARGMAX_STRAY
+  if (T % 4 == 1) ids[T] = 0;  // the tail of a vector store
+#endif
 }
 
 void op_draft_table(const Operands& op) {

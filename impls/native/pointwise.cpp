@@ -17,7 +17,13 @@ void add(const float* a, const float* b, float* out, int64_t count) {
 }
 
 void swiglu(const float* gate, const float* up, float* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = (gate[i] * sigmoid(gate[i])) * up[i];
+  for (int64_t i = 0; i < count; ++i) {
+#ifdef PARITREE_PLANT_SWIGLU_SWAPPED
+    out[i] = (up[i] * sigmoid(up[i])) * gate[i];
+#else
+    out[i] = (gate[i] * sigmoid(gate[i])) * up[i];
+#endif
+  }
 }
 
 void embed(const float* table, const int32_t* ids, float* out, int64_t rows, int64_t columns) {
@@ -30,7 +36,11 @@ int32_t argmax(const float* logits, int64_t count) {
   int64_t best = 0;
   for (int64_t i = 0; i < count; ++i) {
     if (std::isnan(logits[i])) return static_cast<int32_t>(i);
+#ifdef PARITREE_PLANT_ARGMAX_LAST
+    if (logits[i] >= logits[best]) best = i;
+#else
     if (logits[i] > logits[best]) best = i;
+#endif
   }
   return static_cast<int32_t>(best);
 }

@@ -158,7 +158,11 @@ void Session::attention_block(int64_t layer, const BatchRows& rows, const Plan& 
   float* k_rope = buffer("k_rope", T * D);
   rotate(q + n, H * c.head_dim(), c.head_dim(), plan.cos.data(), plan.sin.data(), q_rope, T, H, D, c.rope.half_layout);
   taps.push("q_rope", layer, q_rope, {T, H, D});
-  rotate(kv_a + R, c.cache_dim(), 0, plan.cos.data(), plan.sin.data(), k_rope, T, 1, D, c.rope.half_layout);
+  bool key_half_layout = c.rope.half_layout;
+#ifdef PARITREE_PLANT_KEY_LAYOUT
+  key_half_layout = !key_half_layout;
+#endif
+  rotate(kv_a + R, c.cache_dim(), 0, plan.cos.data(), plan.sin.data(), k_rope, T, 1, D, key_half_layout);
   taps.push("k_rope", layer, k_rope, {T, D});
   for (int64_t t = 0; t < T; ++t) {
     float* row = cache_.row(layer, rows.sequence[static_cast<std::size_t>(t)], plan.slot[static_cast<std::size_t>(t)]);

@@ -52,6 +52,9 @@ class Builder {
     number(Candidate{}, root);
     tree_.parents[0] = -1;
     push_child(0);
+#ifdef PARITREE_PLANT_BUDGET_SHORT
+    --budget;
+#endif
     while (!heap_.empty() && count() <= budget) {
       const Candidate best = pop();
       const int64_t depth = tree_.depths[static_cast<std::size_t>(best.parent)];
@@ -108,7 +111,11 @@ class Builder {
     const std::size_t depth = static_cast<std::size_t>(tree_.depths[static_cast<std::size_t>(parent)]);
     if (depth >= candidates_.size() || rank >= candidates_[depth]) return;
     Candidate candidate;
-    candidate.score = scores_[static_cast<std::size_t>(parent)] + static_cast<double>(log_probs_[static_cast<int64_t>(depth) * width_ + rank]);
+    double above = scores_[static_cast<std::size_t>(parent)];
+#ifdef PARITREE_PLANT_CHILD_SCORE
+    above = 0.0;  // a child counts with its own log-probability only
+#endif
+    candidate.score = above + static_cast<double>(log_probs_[static_cast<int64_t>(depth) * width_ + rank]);
     candidate.parent = parent;
     candidate.rank = rank;
 #ifdef PARITREE_PLANT_HEAP_FIFO
@@ -196,7 +203,12 @@ void draft_table(const float* logits, int64_t depths, int64_t vocab, int64_t wid
     std::partial_sort(order.begin(), order.begin() + width, order.end(),
                       [row](int32_t a, int32_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); });
     const float maximum = *std::max_element(row, row + vocab);
-    const float log_z = maximum == kNotACandidate ? 0.0f : log_sum_exp(row, vocab, maximum);  // of no candidates: stay -inf
+    float log_z = maximum == kNotACandidate ? 0.0f : log_sum_exp(row, vocab, maximum);  // of no candidates: stay -inf
+#ifdef PARITREE_PLANT_TABLE_FIRST_ROW
+    static thread_local float first_log_z = 0.0f;
+    first_log_z = depth == 0 ? log_z : first_log_z;
+    log_z = first_log_z;
+#endif
     for (int64_t rank = 0; rank < width; ++rank) {
       ids[rank] = order[static_cast<std::size_t>(rank)];
       log_probs[rank] = row[ids[rank]] - log_z;
@@ -219,6 +231,10 @@ Ancestors::Ancestors(const std::vector<int32_t>& parents) {
     uint64_t* own = bits_.data() + row * words_;
     const int32_t parent = parents[static_cast<std::size_t>(row)];
     if (parent >= 0) std::copy_n(bits_.data() + parent * words_, words_, own);
+#ifdef PARITREE_PLANT_MASK_32
+    if (row >= 32) own[0] &= 0xffffffffu;  // packed into words of 32 bits, of which one is kept
+    if (row >= 32) continue;
+#endif
     own[row / 64] |= uint64_t{1} << (row % 64);
   }
 }
@@ -245,6 +261,9 @@ Acceptance accept(const int32_t* tokens, const int32_t* parents, const int32_t* 
   accepted.path.push_back(0);
   for (int32_t node = 1; node < count; ++node) {  // children come after their parent, so one pass is the whole walk
     const int32_t last = accepted.path.back();
+#ifdef PARITREE_PLANT_NEXT_SIBLING
+    if (parents[node] == last && node > last + 2) continue;  // the sibling of a node is taken to be the node behind it
+#endif
     if (parents[node] == last && tokens[node] == target[last]) accepted.path.push_back(node);
   }
   int32_t decider = accepted.path.back();

@@ -70,6 +70,50 @@ def accept(target: list[int]) -> OpCall:
     return op("accept", tokens=np.array([5, 6], np.int32), parents=np.array([-1, 0], np.int32), target=np.array(target, np.int32))
 
 
+def scores(*values: float) -> OpCall:
+    """One query times keys of these scores."""
+    return op("scores", {"scale": 1.0}, q=np.ones((1, 1, 1), np.float32), keys=np.float32(values)[:, None])
+
+
+def softmax(*values: float, visible: int = 1) -> OpCall:
+    seen = np.full((1, len(values)), visible, np.uint8)
+    return op("softmax", scores=np.float32(values)[None, None], visible=seen)
+
+
+def attention(keys: int, rising: int) -> OpCall:
+    """One row over `keys` keys; the raw score of the key at `rising` is the best by far."""
+    cache = floats(keys, 3)
+    cache[:, 0] = 0
+    cache[rising, 0] = 4
+    seen = np.ones((1, keys), np.uint8)
+    return op("tree_attention", {"kv_rank": 2, "scale": 1.0}, q=np.float32([[[1, 0, 0]]]), cache=cache, visible=seen)
+
+
+def route(scores: list[float], bias: list[float], **changed: Any) -> OpCall:
+    params = {"top_k": 1, "groups": 1, "top_groups": 1, "group_score_max": 0, "norm_top_k": 0, "routed_scale": 1.0, "denominator_eps": 0.0}
+    return op("route", params | changed, scores=np.float32([scores]), bias=np.float32(bias))
+
+
+def combine(rows: int) -> OpCall:
+    return op("combine", weights=floats(rows, 1), experts=floats(rows, 1, 2), shared=np.ones((rows, 2), np.float32))
+
+
+def norm(eps: float) -> OpCall:
+    return op("rms_norm", {"eps": eps}, x=floats(1, 4) / 64, gain=np.ones(4, np.float32))
+
+
+def best_tree(budget: int, *log_probs: list[float]) -> OpCall:
+    ids = np.arange(sum(map(len, log_probs)), dtype=np.int32).reshape(len(log_probs), -1)
+    return op("best_first_tree", {"budget": budget, "root": 0}, ids=ids, log_probs=np.float32(log_probs))
+
+
+def star(count: int, accepted: int) -> OpCall:
+    """A root with `count` children, of which one is accepted."""
+    tokens, target = np.arange(count + 1, dtype=np.int32), np.full(count + 1, 99, np.int32)
+    target[0] = accepted
+    return op("accept", tokens=tokens, parents=np.array([-1] + [0] * count, np.int32), target=target)
+
+
 OPERATIONS: dict[str, tuple[tuple[OpCall, ...], tuple[OpCall, ...]]] = {
     # plant: (calls that are right, calls of which the last is wrong)
     "position-index": ((tree([-1, 0, 1]),), (tree([-1, 0, 0]),)),
@@ -85,6 +129,33 @@ OPERATIONS: dict[str, tuple[tuple[OpCall, ...], tuple[OpCall, ...]]] = {
         (op("compact", {"prefix_len": 1}, cache=floats(4, 2), path=np.array([0, 1], np.int32)),),
         (op("compact", {"prefix_len": 1}, cache=floats(3, 2), path=np.array([1], np.int32)),),
     ),
+    "scale-log2": ((scores(0.0),), (scores(1.0),)),
+    "max-floor": ((softmax(-4e4, -4e4),), (softmax(-6e4, -6e4),)),
+    "out-not-rescaled": ((attention(16, 15),), (attention(17, 16),)),
+    "merge-unscaled": ((attention(256, 255),), (attention(257, 0),)),
+    "empty-uniform": ((softmax(1.0, 2.0),), (softmax(1.0, 2.0, visible=0),)),
+    "group-mask-zero": (
+        (route([0.5, 0.5, 0.1, 0.1], [0, 0, 0, 0], groups=2),),
+        (route([0.5, 0.5, 0.1, 0.1], [-1, -1, -2, -2], groups=2),),
+    ),
+    "top-k-last": ((route([0.5, 0.25], [0, 0]),), (route([0.5, 0.5], [0, 0]),)),
+    "biased-weights": ((route([0.5, 0.25], [0, 0]),), (route([0.5, 0.25], [1, 1]),)),
+    "shared-first-row": ((combine(1),), (combine(2),)),
+    "norm-eps": ((norm(1e-5),), (norm(1e-6),)),
+    "swiglu-swapped": (
+        (op("swiglu", gate=np.float32([[1.0]]), up=np.float32([[1.0]])),), (op("swiglu", gate=np.float32([[1.0]]), up=np.float32([[2.0]])),),
+    ),
+    "argmax-last": ((op("argmax", logits=np.float32([[1, 2]])),), (op("argmax", logits=np.float32([[2, 2]])),)),
+    "head-zero": (
+        (op("q_absorb", q_nope=floats(1, 1, 2), w_kc=floats(1, 2, 2)),), (op("q_absorb", q_nope=floats(1, 2, 2), w_kc=floats(2, 2, 2)),),
+    ),
+    "mask-32": ((tree(list(range(-1, 31))),), (tree(list(range(-1, 32))),)),
+    "budget-short": ((best_tree(0, [-1.0]),), (best_tree(1, [-1.0]),)),
+    "child-score": ((best_tree(2, [-1.0, -5.0], [-1.0, -2.0]),), (best_tree(2, [-1.0, -1.5], [-1.25, -2.0]),)),
+    "table-first-row": (
+        (op("draft_table", {"budget": 1}, logits=np.float32([[1, 2]])),), (op("draft_table", {"budget": 1}, logits=np.float32([[1, 2], [5, 0]])),),
+    ),
+    "next-sibling": ((star(3, 2),), (star(3, 3),)),
 }  # fmt: skip
 
 
@@ -168,6 +239,38 @@ def test_a_stop_token_inside_an_accepted_path_is_overrun() -> None:
             assert session.generate(prompt, drafter, 1, Limits(3, (first,)))[0].tokens == (first,)
 
 
+def tapped(session: LibrarySession, name: str, rows: int, start: int = 0) -> np.ndarray:
+    """A tap of layer 0 for a prompt of `rows` tokens."""
+    found: list[np.ndarray] = []
+    index = np.arange(rows, dtype=np.int32)
+    batch = Rows(np.zeros(rows, np.int32), index + 3, index + start, index - 1)
+    session.forward(batch, np.zeros(rows, np.bool_), frozenset({name}), lambda name, layer, array: found.append(array))
+    return found[0]
+
+
+@pytest.mark.parametrize(("name", "tap", "right"), [("key-layout", "k_rope", 1), ("norm-stride", "latent", 1)])
+def test_a_planted_view_is_wrong_from_the_second_row_on(name: str, tap: str, right: int) -> None:
+    with engine().open(CONFIG, WEIGHTS) as honest, engine(name).open(CONFIG, WEIGHTS) as planted:
+        due, found = tapped(honest, tap, 2), tapped(planted, tap, 2)
+    np.testing.assert_array_equal(found[:right], due[:right])
+    assert not np.array_equal(found[right:], due[right:])
+
+
+@pytest.mark.parametrize(("rows", "whole"), [(16, True), (17, False)])
+def test_a_fork_of_whole_pages_loses_the_rest(rows: int, whole: bool) -> None:
+    with engine("fork-pages").open(CONFIG, WEIGHTS) as session:
+        tapped(session, "latent", rows)
+        session.commit(0, np.arange(rows, dtype=np.int32))
+        session.fork(0, 1)
+        assert np.array_equal(session.cache_rows(1, 0), session.cache_rows(0, 0)) == whole
+
+
+def test_an_operation_of_one_row_writes_past_its_output() -> None:
+    room = np.full(8, -7, np.int32)
+    engine("argmax-stray").run_op("argmax", {"logits": np.float32([[1, 2]])}, {}, {"ids": room[:1]})
+    assert room.tolist() == [1, 0, -7, -7, -7, -7, -7, -7]
+
+
 # ---- plants that end or stall their process -------------------------------------------------------------------------
 
 CALL = """
@@ -222,5 +325,17 @@ def test_the_hang_is_at_five_rows_only(size: int) -> None:
 
 
 def test_every_plant_is_shown() -> None:
-    shown = {*OPERATIONS, "mask-stale", "compact-page", "rejected-visible", "stop-last", "mask-crash", "gemm-hang"}
+    shown = {
+        *OPERATIONS,
+        "key-layout",
+        "norm-stride",
+        "fork-pages",
+        "argmax-stray",
+        "mask-stale",
+        "compact-page",
+        "rejected-visible",
+        "stop-last",
+        "mask-crash",
+        "gemm-hang",
+    }
     assert shown == set(PLANTS)
