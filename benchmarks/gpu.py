@@ -1,6 +1,6 @@
 """python -m benchmarks.gpu [--sections trials,timing,...] [--trials N]: everything that is claimed about a GPU, in one call, as one JSON.
 
-Sections: `trials` (judged operations in parallel), `suite` (the named checks of tests/impls/test_cuda_suite.py), `timing` (kernels beside
+Sections: `trials` (judged operations in parallel), `sessions` (of the native engine, in three precisions), `suite` (the named checks of tests/impls/test_cuda_suite.py), `timing` (kernels beside
 their floors), `peers` (torch on the same data). The report goes to $OUT/gpu.json, or to benchmarks/results/cuda-<device>.json.
 """
 
@@ -17,21 +17,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_peers, gpu_timing, gpu_trials
+from benchmarks import gpu_peers, gpu_sessions, gpu_timing, gpu_trials
 
 ROOT = Path(__file__).resolve().parents[1]
-SECTIONS = ("trials", "suite", "timing", "peers")
+SECTIONS = ("trials", "sessions", "suite", "timing", "peers")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated")
     parser.add_argument("--trials", type=int, default=50_000)
+    parser.add_argument("--sessions", type=int, default=2_000, help="in float32; a quarter of it in TF32 and in bfloat16 each")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--commit", default="", help="what to write as the commit where there is no git history")
     chosen = parser.parse_args(arguments)
     run: dict[str, Callable[[], Any]] = {
         "trials": lambda: trials(chosen.trials, chosen.processes),
+        "sessions": lambda: sessions(chosen.sessions, chosen.processes),
         "suite": suite,
         "timing": lambda: gpu_timing.all_timings(log),
         "peers": lambda: gpu_peers.all_peers(log),
@@ -64,6 +66,22 @@ def trials(count: int, processes: int) -> dict[str, Any]:
     for name, result in found.items():
         log(f"{name}: {result['trials']} trials, {result['findings']} findings, {result['seconds']} s")
         for finding in result["first_findings"][:8]:
+            log(f"    {finding}")
+    return found
+
+
+def sessions(count: int, processes: int) -> dict[str, Any]:
+    from impls.cuda import build
+
+    began = time.perf_counter()
+    path = str(build.library())
+    log(f"built the native engine in {time.perf_counter() - began:.0f} s")
+    found = {}
+    for precision, share in (("float32", count), ("tf32", count // 4), ("bf16", count // 4)):
+        found[precision] = gpu_sessions.parallel(path, precision, share, processes)
+        result = found[precision]
+        log(f"{precision}: {result['sessions']} sessions, {result['findings']} findings, {result['seconds']} s; {result['sessions_with']}")
+        for finding in result["first_findings"][:6]:
             log(f"    {finding}")
     return found
 

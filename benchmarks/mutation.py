@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--store", default="", help="folder of the store; a temporary one without it")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--kind", choices=("python", "native", "all"), default="all")
+    parser.add_argument("--no-minimise", action="store_true", help="found and localised only: a quick first look")
     parser.add_argument("--again", action="store_true", help="measure also what the results hold already")
     parser.add_argument("--summary", action="store_true", help="print the table of the results and write it; run nothing")
     parser.add_argument("--benign", action="store_true", help="engines that are right: count false alarms")
@@ -62,7 +63,7 @@ def main() -> int:
         seconds, trials = budget_of(arguments.budget_per_plant)
         options = Options(
             store=store, seconds=seconds, trials=trials or 10**9, seed=arguments.seed, command=command, budget=arguments.budget_per_plant,
-            minimise_seconds=MINIMISE_S,
+            minimise=not arguments.no_minimise, minimise_seconds=MINIMISE_S,
         )  # fmt: skip
         log(f"seed {arguments.seed}, {arguments.budget_per_plant} per plant, {arguments.jobs} side by side")
         mode = "blind" if arguments.blind else "taps"

@@ -55,7 +55,12 @@ def library(*, emulated: bool = False, defines: Sequence[str] = ()) -> Path:
     """The path of the compiled engine, made now if it is not in the cache. `defines`: macros of planted bugs. Raises NoNvcc or BuildError."""
     compiler = native_build.find_compiler()
     identity = [*compiler, native_build.compiler_version(compiler), *defines, "emulated" if emulated else _nvcc_version(find_nvcc())]
-    sources = [*sorted(HOST.iterdir()), *sorted(NATIVE.glob("*.[ch]pp")), NATIVE / "include" / "paritree.h", *sorted((FOLDER / "emulator").iterdir())]
+    sources = [
+        *sorted(HOST.iterdir()),
+        *sorted(NATIVE.glob("*.[ch]pp")),
+        NATIVE / "include" / "paritree.h",
+        *sorted((FOLDER / "emulator").iterdir()),
+    ]
     digest = _digest(*identity, expanded(), *(path.read_text() for path in sources))
     target = native_build.cache_folder() / f"paritree-cuda-{'emulated-engine-' if emulated else ''}{digest}.so"
     if not target.exists():
@@ -76,7 +81,16 @@ def check(architectures: Sequence[str] = ARCHITECTURES) -> list[str]:
         source.write_text(expanded())
 
         def compiled(architecture: str) -> str:
-            command = [nvcc, "-std=c++17", f"-arch=sm_{architecture}", "-cubin", "-Xptxas", "-v", "-o", str(folder / f"{architecture}.cubin")]
+            command = [
+                nvcc,
+                "-std=c++17",
+                f"-arch=sm_{architecture}",
+                "-cubin",
+                "-Xptxas",
+                "-v",
+                "-o",
+                str(folder / f"{architecture}.cubin"),
+            ]
             report = _run([*command, str(source)])
             spills = [int(size) for size in re.findall(r"(\d+) bytes spill stores", report)]
             static = [int(size) for size in re.findall(r"(\d+) bytes smem", report)]
@@ -154,7 +168,9 @@ def _nvcc_version(nvcc: str) -> str:
 def _run(command: Sequence[str]) -> str:
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
-        raise native_build.BuildError(f"{shlex.join(command)}\nended with status {answer.returncode}:\n{(answer.stderr or answer.stdout).strip()[-6000:]}")
+        raise native_build.BuildError(
+            f"{shlex.join(command)}\nended with status {answer.returncode}:\n{(answer.stderr or answer.stdout).strip()[-6000:]}"
+        )
     return answer.stdout + answer.stderr
 
 

@@ -14,9 +14,10 @@ from spec.engine import Unsupported
 
 LAUNCH_ROWS_MAX = 65535  # of the second and third dimension of a grid
 WORKSPACE_MAX = 64 << 20  # bytes, of one attention call
-TILED_RANK, TILED_WIDTH, TILED_ROWS, TILED_KEYS = 512, 576, 64, 32
-TILED_SHARED = 100_864  # bytes; asserted in tree_attention_f32.cuh
-MMA16 = ("tree_attention_mma_bf16", 65_536)  # kernel, bytes; asserted in tree_attention_bf16.cuh
+TILED_RANK, TILED_WIDTH, TILED_ROWS, TILED_KEYS = 512, 576, 64, 64  # the largest tile of keys
+TILED = ("tree_attention_tiled_f32", 100_864)  # kernel, bytes; asserted in tree_attention_f32.cuh
+RESIDENT = ("tree_attention_resident_f32", 231_936)
+MMA16 = ("tree_attention_mma_bf16", 65_536)  # asserted in tree_attention_bf16.cuh
 MMA32 = ("tree_attention_mma32_bf16", 121_344)
 WGMMA = ("tree_attention_wgmma_bf16", 231_424)  # sm_90a only; asserted in tree_attention_sm90.cuh
 SHARED_PORTABLE = 101_376  # bytes a block on sm_120
@@ -42,6 +43,7 @@ class Kernels:
             raise ValueError(f"forms is {forms!r}, but must be fast or plain")
         self.device = device
         self.plain = forms == "plain"
+        self.float32_form = RESIDENT if device.shared_max >= RESIDENT[1] else TILED
         self.mma_form = WGMMA if device.warpgroups else MMA32 if device.shared_max >= MMA32[1] else MMA16
 
     # Rows
@@ -211,7 +213,7 @@ class Kernels:
         if splits > 1:
             part_out = self.device.empty((splits, query_rows, kv_rank), np.float32)
             part_stat = self.device.empty((splits, query_rows, 2), np.float32)
-        kernel, shared_bytes = ("tree_attention_tiled_f32", TILED_SHARED) if not narrow else self.mma_form
+        kernel, shared_bytes = self.mma_form if narrow else self.float32_form
         self.device.launch(
             kernel, (-(-query_rows // TILED_ROWS), splits), 256,
             (q, cache, table, size, bits, words, seen, heads, query_rows, prefix_len, keys, per_split, float(scale), out, part_out, part_stat),

@@ -9,6 +9,7 @@
 //   tree_attention_plain_f32   one block per (row, head), any sizes: read this one first (also on bfloat16 operands)
 //   tree_attention_tiled_f32   kv_rank 512, rope_dim 64: all heads of a row share the keys (one KV head), so rows x heads are
 //                              flattened into query rows of a matrix product and nothing of size rows x keys reaches global memory
+//   tree_attention_resident_f32  the same with the whole query in shared memory: a quarter of the barriers, 226 KiB (sm_90)
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -79,37 +80,50 @@ PARITREE_INLINE void tree_attention_plain(const Element* query, const Element* c
 //   values  8 x 16 outputs a thread, 128 FMA a key
 namespace tiled_f32 {
 constexpr int RANK = 512, WIDTH = 576, ROWS = 64, KEYS = 32, THREADS = 256;
-constexpr int KEY_STRIDE = 592;    // 16 mod 32: rows of a warp's float4 loads fall into different banks
-constexpr int CHUNK = 32;          // columns of the query held at a time
-constexpr int CHUNK_STRIDE = 48;   // 16 mod 32
+constexpr int CHUNK = 32;          // columns of the query held at a time, where it is not resident
 constexpr int CHUNKS = WIDTH / CHUNK;
+constexpr int CHUNK_STRIDE = 48;   // 16 mod 32
 constexpr int WEIGHT_STRIDE = 68;
-constexpr int KEY_FLOATS = KEYS * KEY_STRIDE, CHUNK_FLOATS = ROWS * CHUNK_STRIDE;
+constexpr int CHUNK_FLOATS = ROWS * CHUNK_STRIDE, WEIGHT_FLOATS = KEYS * WEIGHT_STRIDE;
 constexpr int STAT_FLOATS = 2 * ROWS;
-constexpr int SHARED_BYTES = 4 * (KEY_FLOATS + 2 * CHUNK_FLOATS + STAT_FLOATS);  // 100,864: within 99 KiB
-static_assert(SHARED_BYTES <= 101376, "sm_120 grants 99 KiB a block");
-static_assert(KEYS * WEIGHT_STRIDE <= CHUNK_FLOATS, "the weights share the second query buffer");
+// Row strides, and which rows the lanes of a warp take, go together: the float4 loads of a warp have to fall into different banks. A stride
+// of 16 mod 32 wants neighbouring rows, one of 4 mod 32 rows that are four apart.
+template <bool RESIDENT>
+struct Layout {
+    static constexpr int KEY_STRIDE = RESIDENT ? 580 : 592, QUERY_STRIDE = RESIDENT ? 580 : CHUNK_STRIDE;
+    static constexpr int KEY_FLOATS = KEYS * KEY_STRIDE, QUERY_FLOATS = RESIDENT ? ROWS * QUERY_STRIDE : 2 * CHUNK_FLOATS;
+    static constexpr int BYTES = 4 * (KEY_FLOATS + QUERY_FLOATS + (RESIDENT ? WEIGHT_FLOATS : 0) + STAT_FLOATS);
+};
+constexpr int SHARED_BYTES = Layout<false>::BYTES, SHARED_BYTES_RESIDENT = Layout<true>::BYTES;
+static_assert(SHARED_BYTES == 100864 && SHARED_BYTES <= 101376, "sm_120 grants 99 KiB a block; impls/cuda/kernels.py has the number");
+static_assert(SHARED_BYTES_RESIDENT == 231936 && SHARED_BYTES_RESIDENT <= 232448, "sm_90 grants 227 KiB a block; impls/cuda/kernels.py has the number");
+static_assert(WEIGHT_FLOATS <= CHUNK_FLOATS, "the weights share the second query buffer");
 }  // namespace tiled_f32
 
 // grid (ceil(rows * heads / 64), splits). With one split `out` is final; else part_out [splits, rows * heads, 512] holds unnormalised
 // sums and part_stat [splits, rows * heads, 2] the running maximum (base 2) and sum, for tree_attention_merge.
+template <bool RESIDENT>
 PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask,
                                           int mask_words, const unsigned* seen, int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale,
                                           float* out, float* part_out, float* part_stat) {
     using namespace tiled_f32;
+    using L = Layout<RESIDENT>;
+    constexpr int KEY_STRIDE = L::KEY_STRIDE, QUERY_STRIDE = L::QUERY_STRIDE;
     PARITREE_SHARED(float, shared);
     float* key_tile = shared;                            // [KEYS][KEY_STRIDE]
-    float* chunk0 = key_tile + KEY_FLOATS;               // [ROWS][CHUNK_STRIDE]
+    float* chunk0 = key_tile + L::KEY_FLOATS;            // [ROWS][QUERY_STRIDE], the whole query or a chunk of it
     float* chunk1 = chunk0 + CHUNK_FLOATS;
-    float* weights = chunk1;                             // [KEYS][WEIGHT_STRIDE], while no query chunk is in use
-    float* shrink_of = chunk1 + CHUNK_FLOATS;            // [ROWS]
+    float* weights = RESIDENT ? chunk0 + L::QUERY_FLOATS : chunk1;  // [KEYS][WEIGHT_STRIDE], while no query chunk is in use
+    float* shrink_of = shared + L::BYTES / 4 - STAT_FLOATS;  // [ROWS]
     float* sum_of = shrink_of + ROWS;                    // [ROWS], at the end
 
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int first_row = blockIdx.x * ROWS;
     const int begin = blockIdx.y * keys_per_split, end = min(keys, begin + keys_per_split);
     // scores: lane & 3 picks every fourth group of four columns; the rest of the lane picks the tile
-    const int quarter = lane & 3, row_tile = (warp & 3) * 2 + ((lane >> 2) & 1), key_tile_of = (warp >> 2) * 4 + (lane >> 3);
+    const int quarter = lane & 3;
+    const int row_tile = RESIDENT ? (warp & 3) + ((lane >> 2) & 1) * 4 : (warp & 3) * 2 + ((lane >> 2) & 1);
+    const int key_tile_of = RESIDENT ? (warp >> 2) * 2 + ((lane >> 3) & 1) * 4 + (lane >> 4) : (warp >> 2) * 4 + (lane >> 3);
     // softmax: four threads a row
     const int soft_row = thread >> 2, soft_part = thread & 3;
     const int soft_query = first_row + soft_row;
@@ -130,11 +144,12 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
         }
     };
     auto load_chunk = [&](float* target, int chunk) {
-        for (int i = thread; i < ROWS * (CHUNK / 4); i += THREADS) {
-            const int row = i / (CHUNK / 4), column = (i % (CHUNK / 4)) * 4;
+        constexpr int UNITS = (RESIDENT ? WIDTH : CHUNK) / 4;
+        for (int i = thread; i < ROWS * UNITS; i += THREADS) {
+            const int row = i / UNITS, column = (i % UNITS) * 4;
             const bool valid = first_row + row < query_rows;
             const float* source = query + static_cast<long long>(valid ? first_row + row : first_row) * WIDTH + chunk * CHUNK + column;
-            copy16_async(target + row * CHUNK_STRIDE + column, source, valid);
+            copy16_async(target + row * QUERY_STRIDE + column, source, valid);
         }
     };
 
@@ -145,14 +160,21 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
         float score[8][4];
         for (int i = 0; i < 8; ++i)
             for (int j = 0; j < 4; ++j) score[i][j] = 0.0f;
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        if constexpr (RESIDENT) {
             copy_wait<0>();
-            __syncthreads();  // the chunk (and at chunk 0 the keys) has arrived, and the other buffer is free
-            if (chunk + 1 < CHUNKS) {
-                load_chunk(chunk & 1 ? chunk0 : chunk1, chunk + 1);
-                copy_commit();
+            __syncthreads();  // the keys (and at the first tile the query) have arrived
+        }
+#pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            if constexpr (!RESIDENT) {
+                copy_wait<0>();
+                __syncthreads();  // the chunk (and at chunk 0 the keys) has arrived, and the other buffer is free
+                if (chunk + 1 < CHUNKS) {
+                    load_chunk(chunk & 1 ? chunk0 : chunk1, chunk + 1);
+                    copy_commit();
+                }
             }
-            const float* q = (chunk & 1 ? chunk1 : chunk0) + row_tile * CHUNK_STRIDE + quarter * 4;
+            const float* q = (RESIDENT ? chunk0 + chunk * CHUNK : chunk & 1 ? chunk1 : chunk0) + row_tile * QUERY_STRIDE + quarter * 4;
             const float* k = key_tile + key_tile_of * KEY_STRIDE + chunk * CHUNK + quarter * 4;
 #pragma unroll
             for (int step = 0; step < CHUNK / 16; ++step) {
@@ -161,7 +183,7 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
                 for (int j = 0; j < 4; ++j) kv[j] = *reinterpret_cast<const float4*>(k + j * 8 * KEY_STRIDE + step * 16);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
-                    const float4 qv = *reinterpret_cast<const float4*>(q + i * 8 * CHUNK_STRIDE + step * 16);
+                    const float4 qv = *reinterpret_cast<const float4*>(q + i * 8 * QUERY_STRIDE + step * 16);
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         score[i][j] = fmaf(qv.x, kv[j].x, score[i][j]);
@@ -190,7 +212,7 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
                 const float theirs = quarter & 1 ? half[i][j] : half[i + 2][j];
                 joined[i][j] = mine + __shfl_xor_sync(FULL_WARP, theirs, 1);
             }
-        __syncthreads();  // the last query chunk (in chunk1, as CHUNKS is even) is read; the weights go over it
+        if constexpr (!RESIDENT) __syncthreads();  // the last query chunk (in chunk1, as CHUNKS is even) is read; the weights go over it
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -227,7 +249,7 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
         }
         __syncthreads();
         const int next = start + KEYS;
-        if (next < end) load_chunk(chunk0, 0);
+        if (!RESIDENT && next < end) load_chunk(chunk0, 0);
         const float lane_shrink = shrink_of[warp * 8 + (lane & 7)];
         if (__any_sync(FULL_WARP, lane_shrink != 1.0f)) {
 #pragma unroll
@@ -322,7 +344,14 @@ tree_attention_plain_f32(const float* query, const float* cache, const int* page
 extern "C" __global__ void __launch_bounds__(256, 1)
 tree_attention_tiled_f32(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, const unsigned* seen, int heads,
                          int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat) {
-    paritree::tree_attention_tiled(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
+    paritree::tree_attention_tiled<false>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
+                                   part_out, part_stat);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+tree_attention_resident_f32(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, const unsigned* seen, int heads,
+                         int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat) {
+    paritree::tree_attention_tiled<true>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
                                    part_out, part_stat);
 }
 

@@ -1,0 +1,97 @@
+"""Judged sessions of the native CUDA engine in float32, TF32 and bfloat16, in parallel processes that share one GPU. A part of benchmarks/gpu.py.
+
+A session is prompts, rounds of explicit trees, commits, forks and evictions, read back and judged tap by tap against the golden model,
+and in every fourth one the engine's own loop. The precision of a process is fixed when it loads the library.
+"""
+
+from __future__ import annotations
+
+import collections
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from campaigns.case import SessionCase, to_json
+from campaigns.isolation.execute import Sessions
+from campaigns.materialise import session_script, weights_for
+from campaigns.strategies import session_cases
+from campaigns.trial import session_judge
+
+PROVEN = ("EXACT", "WITHIN_BOUND", "TIE")
+FINDINGS = ("MALFORMED", "NONFINITE", "DEFECT", "CRASHED", "HUNG", "FLAKY")
+
+
+@dataclass
+class SessionTally:
+    sessions: int = 0
+    verdicts: collections.Counter[str] = field(default_factory=collections.Counter)
+    sessions_with: collections.Counter[str] = field(default_factory=collections.Counter)  # verdict -> sessions that have one
+    generations: int = 0  # sessions with the engine's own loop
+    findings: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def add(self, other: SessionTally) -> None:
+        self.sessions += other.sessions
+        self.generations += other.generations
+        self.verdicts.update(other.verdicts)
+        self.sessions_with.update(other.sessions_with)
+        self.findings += other.findings
+
+
+def _worker(job: tuple[str, str, int, int]) -> SessionTally:
+    path, precision, seed, count = job
+    os.environ["PARITREE_CUDA_PRECISION"] = precision
+    os.environ["PARITREE_CUDA_POISON"] = "1"
+    from impls.native.adapter import load_library
+
+    return judged_sessions(load_library(path), seed, count)
+
+
+def judged_sessions(engine: Any, seed: int, count: int) -> SessionTally:
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import seed as with_seed
+
+    tally = SessionTally()
+    sessions = Sessions(engine, weights_for)
+
+    @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @with_seed(seed)
+    @given(session_cases("full"))
+    def trial(case: SessionCase) -> None:
+        script = session_script(case)
+        judgements = session_judge(script.config, script.weights).judge(script, sessions.run(script))
+        tally.sessions += 1
+        tally.generations += case.generate is not None
+        seen = set()
+        for judgement in judgements:
+            verdict = judgement.verdict.name
+            tally.verdicts[verdict] += 1
+            seen.add(verdict)
+            if verdict in FINDINGS and len(tally.findings) < 20:
+                tally.findings.append((to_json(case), verdict, f"{judgement.op} {judgement.tap}: {judgement.message[:300]}"))
+        tally.sessions_with.update(seen)
+
+    trial()
+    sessions.close()
+    return tally
+
+
+def parallel(path: str, precision: str, sessions: int, processes: int, seed: int = 0) -> dict[str, Any]:
+    began = time.perf_counter()
+    share = -(-sessions // processes)
+    jobs = [(path, precision, 1000 * seed + number, share) for number in range(processes)]
+    total = SessionTally()
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for tally in pool.imap_unordered(_worker, jobs):
+            total.add(tally)
+    return {
+        "precision": precision,
+        "sessions": total.sessions,
+        "with_own_loop": total.generations,
+        "judgements": dict(sorted(total.verdicts.items())),
+        "sessions_with": dict(sorted(total.sessions_with.items())),
+        "findings": len(total.findings),
+        "first_findings": total.findings[:20],
+        "seconds": round(time.perf_counter() - began, 1),
+    }
