@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from impls.native import build as native_build
 from impls.cuda.source import expanded, kernel_names
+from impls.native import build as native_build
 from spec.engine import Unsupported
 
 Array = Any
