@@ -125,7 +125,7 @@ def recorded(bench: Bench, case: Case, judgement: Judgement) -> tuple[Arrays, di
         answers = bench.worker.calls([call])
         return arrays, _of_calls(arrays, [call], answers, judgement)
     if isinstance(case, TreeCase):
-        made = bench.worker.tree(tree_job(case))[: judgement.step + 1]
+        made = bench.worker.trees([tree_job(case)])[0][: judgement.step + 1]
         return arrays, _of_calls(arrays, [call for call, _ in made], [answer for _, answer in made], judgement)
     if isinstance(case, SessionCase):
         script = session_script(case, bench.worker.description.departures)

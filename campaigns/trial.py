@@ -53,7 +53,7 @@ class Worker(Protocol):
 
     def calls(self, calls: Sequence[OpCall]) -> list[Answer]: ...
 
-    def tree(self, job: TreeJob) -> list[tuple[OpCall, Answer]]: ...
+    def trees(self, jobs: Sequence[TreeJob]) -> list[list[tuple[OpCall, Answer]]]: ...
 
     def script(self, script: Script) -> Trace: ...
 
@@ -96,14 +96,19 @@ class Bench:
         self.worker = worker
 
     def outcomes(self, cases: Sequence[Case]) -> list[Outcome]:
-        """In order of `cases`; operations of one batch share one trip to the worker."""
+        """In order of `cases`; operations of one batch share one trip to the worker, and so do trees."""
         began = time.perf_counter()
-        ops = [case for case in cases if isinstance(case, OpCase)]
-        of_ops = iter(self._ops(ops))
+        of_ops = iter(self._ops([case for case in cases if isinstance(case, OpCase)]))
+        of_trees = iter(self._trees([case for case in cases if isinstance(case, TreeCase)]))
         judged: list[list[Judgement]] = []
         for case in cases:
             try:
-                judged.append(next(of_ops) if isinstance(case, OpCase) else self._judgements(case))
+                if isinstance(case, OpCase):
+                    judged.append(next(of_ops))
+                elif isinstance(case, TreeCase):
+                    judged.append(next(of_trees))
+                else:
+                    judged.append(self._judgements(case))
             except Exception as problem:
                 problem.add_note(f"case: {to_json(case)}")  # an error of ours: the message leads to the case that shows it
                 raise
@@ -114,8 +119,6 @@ class Bench:
         return self.outcomes([case])[0]
 
     def _judgements(self, case: Case) -> list[Judgement]:
-        if isinstance(case, TreeCase):
-            return self._tree(case)
         if isinstance(case, SessionCase):
             return self._session(case)
         raise CaseError(f"a {type(case).__name__} is judged from its file, not run on an engine: use `paritree judge`")
@@ -128,12 +131,14 @@ class Bench:
         profile = self.worker.description.profile
         return [_judged_op(case, call, answer, profile) for case, call, answer in zip(cases, calls, answers, strict=True)]
 
-    def _tree(self, case: TreeCase) -> list[Judgement]:
-        out: list[Judgement] = []
+    def _trees(self, cases: Sequence[TreeCase]) -> list[list[Judgement]]:
+        if not cases:
+            return []
         profile = self.worker.description.profile
-        for step, (call, answer) in enumerate(self.worker.tree(tree_job(case))):
-            out += judged_call(call, answer, profile, step)
-        return out
+        return [
+            [judgement for step, (call, answer) in enumerate(made) for judgement in judged_call(call, answer, profile, step)]
+            for made in self.worker.trees([tree_job(case) for case in cases])
+        ]
 
     def _session(self, case: SessionCase) -> list[Judgement]:
         script = session_script(case, self.worker.description.departures)

@@ -76,12 +76,19 @@ def run_calls(engine: Answering, calls: Sequence[OpCall], progress: Progress = Q
     return answers
 
 
-def run_tree(engine: Answering, job: TreeJob, progress: Progress = QUIET) -> list[tuple[OpCall, Answer]]:
+def run_trees(engine: Answering, jobs: Sequence[TreeJob], progress: Progress = QUIET) -> None:
+    """One chain after another; steps are counted through."""
+    made = 0
+    for job in jobs:
+        made += len(run_tree(engine, job, progress, made))
+
+
+def run_tree(engine: Answering, job: TreeJob, progress: Progress = QUIET, first_step: int = 0) -> list[tuple[OpCall, Answer]]:
     """Every call of the chain that was made, with its answer."""
     chain = TreeChain(job)
     made: list[tuple[OpCall, Answer]] = []
     while (call := chain.next_call()) is not None:
-        answer = _reported(progress, len(made), partial(run_call, engine, call))
+        answer = _reported(progress, first_step + len(made), partial(run_call, engine, call))
         chain.take(answer)
         made.append((call, answer))
     return made

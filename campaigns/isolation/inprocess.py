@@ -44,6 +44,9 @@ class InProcess:
     def tree(self, job: TreeJob) -> list[tuple[OpCall, Answer]]:
         return run_tree(self._engine, job)
 
+    def trees(self, jobs: Sequence[TreeJob]) -> list[list[tuple[OpCall, Answer]]]:
+        return [self.tree(job) for job in jobs]
+
     def restart(self) -> None:
         """Close the sessions; the state of the engine itself stays."""
         self.close()

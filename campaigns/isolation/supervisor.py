@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,8 @@ CLOSE_WAIT_S = 0.5  # for a worker whose channel is closed to end by itself
 STARVED_SHARE = 0.25  # of the time that its threads want to run; a worker that gets less is slow because the machine is busy
 STARVED_LOOK_S = 0.05  # several time slices of a busy machine
 PATIENCE = 4  # times the deadline for such a worker: 1 / STARVED_SHARE
-KIND = {transport.CALLS: "calls", transport.SCRIPT: "script", transport.TREE: "tree"}
+CHAIN_MAX = 5  # calls of one tree chain
+KIND = {transport.CALLS: "calls", transport.SCRIPT: "script", transport.TREE: "tree", transport.TREES: "trees"}
 
 Records = list[tuple[dict[str, Any], list[Any]]]
 
@@ -172,6 +173,18 @@ class Supervisor:
             failure = failure or Failure("crashed", "the engine damaged the memory of the worker")
         return Trace(self.description, answers[: len(script.steps)], failure)
 
+    def trees(self, jobs: Sequence[TreeJob]) -> list[list[tuple[OpCall, Answer]]]:
+        """`tree` for each job, in one trip while all goes well. After anything else every job is run again on its own, in a fresh worker."""
+        if len(jobs) < 2:
+            return [self.tree(job) for job in jobs]
+        outcome = self._run(transport.TREES, list(jobs), CHAIN_MAX * len(jobs), lambda step: f"call {step} of {len(jobs)} trees")
+        if outcome.death is None and not outcome.damaged and not outcome.retired:
+            made = [_chained(job, records) for records in [iter(outcome.records)] for job in jobs]
+            if all(calls is not None for calls in made):
+                return [calls for calls in made if calls is not None]
+        self._bury()
+        return [self.tree(job) for job in jobs]
+
     def tree(self, job: TreeJob) -> list[tuple[OpCall, Answer]]:
         """Every call of the chain that was made, with its answer. Calls are derived again here, from the job and the answers."""
         chain = TreeChain(job)
@@ -289,6 +302,20 @@ class Supervisor:
         if self._worker is not None:
             self._worker.end(self._zygote)
             self._worker = None
+
+
+def _chained(job: TreeJob, records: Iterator[Any]) -> list[tuple[OpCall, Answer]] | None:
+    """The calls of one chain, derived again from its answers, which are taken from `records`; None where an answer does not fit."""
+    chain = TreeChain(job)
+    made: list[tuple[OpCall, Answer]] = []
+    while (call := chain.next_call()) is not None:
+        record = next(records, None)
+        found, fit = _answers_to([call], [record] if record is not None else [])
+        if not fit or not found:
+            return None
+        chain.take(found[0])
+        made.append((call, found[0]))
+    return made
 
 
 class _Worker:

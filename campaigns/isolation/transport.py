@@ -36,7 +36,7 @@ _KINDS = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32
 DTYPES = {name: np.dtype(name) for name in _KINDS.split()}  # numbers only: nothing that holds a reference
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-LOAD, CALLS, SCRIPT, TREE = range(1, 5)
+LOAD, CALLS, SCRIPT, TREE, TREES = range(1, 6)
 
 REQUEST = struct.Struct("<BxxxxxxxQQ")  # kind, job, bytes of the request
 DONE = struct.Struct("<Q")  # job
@@ -359,7 +359,13 @@ def unpack_failure(value: Any) -> Failure | None:
 def pack_description(description: Description) -> dict[str, Any]:
     sets = {name: sorted(getattr(description, name)) for name in ("capabilities", "ops", "taps")}
     departures = [[departure.field, departure.value, departure.reason] for departure in description.departures]
-    return {"name": description.name, "version": description.version, "profile": vars(description.profile), "departures": departures, **sets}
+    return {
+        "name": description.name,
+        "version": description.version,
+        "profile": vars(description.profile),
+        "departures": departures,
+        **sets,
+    }
 
 
 def unpack_description(meta: dict[str, Any]) -> Description:
@@ -368,7 +374,7 @@ def unpack_description(meta: dict[str, Any]) -> Description:
     def read() -> Description:
         sets = [frozenset(_text(item) for item in meta[name]) for name in ("capabilities", "ops", "taps")]
         departures = tuple(Departure(_text(name), value, _text(reason)) for name, value, reason in meta["departures"])
-        return Description(_text(meta["name"]), _text(meta["version"]), Profile(**meta["profile"]), *sets, departures)
+        return Description(_text(meta["name"]), _text(meta["version"]), Profile(**meta["profile"]), sets[0], sets[1], sets[2], departures)
 
     return checked(read)
 

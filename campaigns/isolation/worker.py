@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from campaigns.isolation import transport, validate
 from campaigns.isolation.errors import EngineLoadError, UnknownEngine
-from campaigns.isolation.execute import PreparationError, Progress, Sessions, describe, run_calls, run_tree
+from campaigns.isolation.execute import PreparationError, Progress, Sessions, describe, run_calls, run_tree, run_trees
 from campaigns.isolation.transport import Arena, RecordWriter
 from spec.engine import Engine
 from spec.script import Answer, Failure
@@ -140,6 +140,8 @@ class _Jobs:
             run_calls(self._engine, payload, self._reporter)
         elif kind == transport.TREE:
             run_tree(self._engine, payload, self._reporter)
+        elif kind == transport.TREES:
+            run_trees(self._engine, payload, self._reporter)
         else:
             if self._sessions is None:
                 self._sessions = Sessions(self._engine, named(self._weights))

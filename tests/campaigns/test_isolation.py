@@ -675,3 +675,19 @@ def test_an_adaptive_deadline_catches_a_hang_after_quick_cases(zygote: Zygote) -
         assert is_right(isolated.calls([add_call()])[0])
         failure = isolated.calls([add_call(1)])[0].failure
     assert failure is not None and failure.kind == "hung" and failure.message.startswith("no answer for 0.5 s in add")
+
+
+@pytest.mark.parametrize("engine", ["GoldenTree", "NoTable", "TreeCrashes", "TreeRaises", "TreeCountTooLarge"])
+def test_a_batch_of_trees_answers_as_its_trees_do_alone(zygote: Zygote, engine: str) -> None:
+    jobs = [tree_job(budget=budget) for budget in (3, 0, 6)]
+    with supervisor(engine, zygote) as isolated:
+        together = isolated.trees(jobs)
+        alone = [isolated.tree(job) for job in jobs]
+    assert len(together) == len(jobs)
+    for made, twin in zip(together, alone, strict=True):
+        assert [call.op for call, _ in made] == [call.op for call, _ in twin]
+        for (_, answer), (_, other) in zip(made, twin, strict=True):
+            assert (answer.failure is None) == (other.failure is None)
+            assert (answer.failure.kind if answer.failure else "") == (other.failure.kind if other.failure else "")
+            assert (answer.outputs or {}).keys() == (other.outputs or {}).keys()
+            assert all(np.array_equal(answer.outputs[name], other.outputs[name]) for name in answer.outputs or {})  # type: ignore[index]
