@@ -183,8 +183,21 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
     sub.add_argument("stores", nargs="+", metavar="STORE")
     sub.add_argument("--into", required=True, metavar="STORE", help="a new folder")
 
+    sub = command("vectors", vectors, "no Python in my engine: golden vectors as plain files, and what an engine wrote for them", store=False)
+    sub.add_argument("action", choices=["export", "check"], help="write a suite, or judge the outputs for one (docs/vectors.md)")
+    sub.add_argument("folder", metavar="DIR", help="of the suite")
+    sub.add_argument("--suite", default="small", help="export: which (%(default)s)")
+    sub.add_argument("--outputs", default="", metavar="DIR", help="check: what the engine wrote (DIR/outputs)")
+    sub.add_argument("--profile", default="", help="check: declared arithmetic (that of engine.json, or of the suite)")
+
     sub = command("engines", engines, "known engines, and what they offer", store=False)
     sub.add_argument("names", nargs="*", metavar="ENGINE", help="describe these")
+
+    sub = command(
+        "tree-profile", tree_profile, "which draft tree does my engine build, and what does it lose against the paper's?", store=False
+    )
+    sub.add_argument("engine", metavar="ENGINE", help="name, PATH.so or MODULE:CLASS")
+    sub.add_argument("--repeats", type=_positive, default=2, help="seeds per size and kind of draft logits (%(default)s)")
 
     sub = command("explain", explain, "a rule by its id: statement, example, source", store=False)
     sub.add_argument("rules", nargs="*", metavar="RULE", help="T3, K1, M8, ...; none: all of them")
@@ -494,6 +507,24 @@ def bisect(options: Options) -> int:
     return FINDINGS
 
 
+# ---- vectors and profiles --------------------------------------------------------------------------------------------------------------
+
+
+def vectors(options: Options) -> int:
+    from campaigns import vectors as suite_module
+    from campaigns import vectors_check
+    from paritree import console
+
+    folder = Path(options.folder)
+    if options.action == "export":
+        manifest = suite_module.export(folder, options.suite)
+        body = {"folder": str(folder), "suite": manifest["suite"], "vectors": len(manifest["vectors"]), "hash": manifest["hash"]}
+        print(json.dumps(body) if options.json else f"{folder}: {body['vectors']} vectors of suite {body['suite']}, hash {body['hash']}")
+        return CLEAN
+    author, checked = vectors_check.check(folder, Path(options.outputs) if options.outputs else None, options.profile)
+    return console.print_vectors(author.description, checked, as_json=options.json)
+
+
 # ---- about -----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -518,6 +549,21 @@ def engines(options: Options) -> int:
                 "\n".join(f"{key:13} {', '.join(value) if isinstance(value, list) else value}" for key, value in fact.items()), end="\n\n"
             )
     return CLEAN
+
+
+def tree_profile(options: Options) -> int:
+    from campaigns.tree_profile import tree_profile as asked
+    from paritree import console
+
+    report = asked(options.engine, options.repeats)
+    finding = report.finding
+    if finding is None:
+        code = NOTHING
+    else:
+        code = CLEAN if finding.departure is None and not report.problems else FINDINGS
+    body = console.plain_tree_profile(report) | {"exit_code": code}
+    print(json.dumps(body) if options.json else console.tree_profile(report))
+    return code
 
 
 def explain(options: Options) -> int:

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from campaigns.bisect import Location
     from campaigns.nightly import Night
     from campaigns.runner import EngineResult
+    from campaigns.vectors_check import Checked
+    from spec.engine import Description
+    from campaigns.tree_profile import TreeProfileReport
 
 LINE_EVERY_S = 10.0  # in a log; on a terminal the line is rewritten
 PASSING = (Verdict.EXACT, Verdict.WITHIN_BOUND, Verdict.TIE)
@@ -159,4 +163,108 @@ def print_judgements(judgements: list[Judgement], *, as_json: bool) -> int:
     else:
         for j in judgements:
             print(f"{j.verdict:13} {j.tap}: {j.message or f'{j.checked:,} values, largest share of the bound {j.share:.3g}'}")
+    return code
+
+
+RANKED = 4  # profiles listed below the best
+SHOWN = 24  # numbers that fit on a line of a terminal
+
+
+def tree_profile(report: TreeProfileReport) -> str:
+    """The profile, the mass lost, the smallest tree that is not the paper's, the next best profiles, and why probes gave no tree."""
+    finding = report.finding
+    lines = []
+    if finding is None:
+        lines.append(f"{report.engine}: no draft tree was seen")
+    else:
+        best = finding.best
+        name = f"profile {best.title}, {best.match.words}: {best.profile.summary}" if best else "no named profile explains its trees"
+        lines.append(f"{report.engine}: {name}")
+        if best and best.profile.name != "paper":
+            lines.append(f"  as in      {best.profile.source}")
+        lines.append(f"  seen       {finding.trees} trees, by {report.source}")
+        lines.append(
+            f"  mass lost  {mass_share(finding.mass_lost_mean)} on average, {mass_share(finding.mass_lost_max)} at most, of the paper's"
+        )
+        if finding.departure is not None:
+            small = finding.departure
+            lines.append(f"  smallest   budget {small.budget}, log-probabilities {_rows(small.table.log_probs.tolist())}")
+            lines.append(f"             the paper takes {_paths(small.paper.ranks)}, the engine {_paths(small.found.ranks)}")
+        if best is None or best.profile.name != "paper" or finding.departure is not None:
+            for other in finding.ranking[: RANKED + 1]:
+                if other != best:
+                    lines.append(f"  not        {other.title}: explains {other.explained} of {finding.trees} trees")
+    lines += [f"  no tree    {problem}" for problem in report.problems[:RANKED]]
+    if len(report.problems) > RANKED:
+        lines.append(f"             and {len(report.problems) - RANKED} more")
+    return "\n".join(lines)
+
+
+def plain_tree_profile(report: TreeProfileReport) -> dict[str, Any]:
+    finding = report.finding
+    body: dict[str, Any] = {"engine": report.engine, "source": report.source, "problems": list(report.problems)}
+    if finding is None:
+        return body | {"trees": 0, "profile": None}
+    best, small = finding.best, finding.departure
+    return body | {
+        "trees": finding.trees,
+        "profile": best.profile.name if best else None,
+        "parameter": best.profile.parameter if best else "",
+        "match": best.match.name.lower() if best else "none",
+        "source_of_profile": best.profile.source if best else "",
+        "surrogate_mass_lost_mean": finding.mass_lost_mean,
+        "surrogate_mass_lost_max": finding.mass_lost_max,
+        "ranking": [{"profile": e.title, "match": e.match.name.lower(), "explained": e.explained} for e in finding.ranking],
+        "smallest_departure": None
+        if small is None
+        else {
+            "budget": small.budget,
+            "log_probs": small.table.log_probs.tolist(),
+            "paper": [list(path) for path in small.paper.ranks[1:]],
+            "engine": [list(path) for path in small.found.ranks[1:]],
+        },
+    }
+
+
+def mass_share(value: float) -> str:
+    """A percentage that is 0 or 100 only where the value is; a negative rest of rounding is nothing."""
+    if value <= 0:
+        return "0 %"
+    if value >= 1:
+        return "100 %"
+    return "< 0.01 %" if value < 1e-4 else "> 99.99 %" if value > 0.9999 else f"{100 * value:.2f} %"
+
+
+def _rows(log_probs: list[list[float]]) -> str:
+    if len(log_probs) * len(log_probs[0]) > SHOWN:
+        return f"of {len(log_probs)} depths with {len(log_probs[0])} candidates (--json lists them)"
+    return "[" + ", ".join("[" + ", ".join(f"{value:.4g}" for value in row) + "]" for row in log_probs) + "]"
+
+
+def _paths(ranks: tuple[tuple[int, ...], ...]) -> str:
+    return ", ".join("(" + ",".join(map(str, path)) + ")" for path in ranks[1:]) or "nothing"
+
+
+def print_vectors(author: Description, checked: Sequence[Checked], *, as_json: bool) -> int:
+    """A line per vector, and below it what was found and the rule that says so. Exit code as `print_judgements`."""
+    wrong = [one for one in checked if one.verdict in FINDINGS]
+    code = 1 if wrong else 0 if any(j.verdict in PASSING for one in checked for j in one.judgements) else 5
+    if as_json:
+        vectors = [
+            {"id": one.id, "kind": one.kind, "verdict": str(one.verdict), "rule": one.worst.rule if one.worst else "", "exercises": list(one.rules),
+             "judgements": plain_judgements(one.judgements)} for one in checked
+        ]  # fmt: skip
+        print(json.dumps({"exit_code": code, "engine": author.name, "profile": author.profile.name, "vectors": vectors}))
+        return code
+    for one in checked:
+        print(f"{one.verdict:13} {one.id}")
+        for j in one.judgements:
+            if j.verdict not in PASSING:
+                where = f"step {j.step + 1}, " if one.kind != "op" and j.step >= 0 else ""
+                print(f"    {where}{j.op or j.tap}, rule {j.rule}: {j.message or j.tap}")
+    counts = Counter(str(one.verdict) for one in checked)
+    print(f"{author.name} {author.version} under {author.profile.name}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    rules = sorted({one.worst.rule for one in wrong if one.worst is not None and " " not in one.worst.rule})
+    if rules:
+        print(f"what the rules say: paritree explain {' '.join(rules)}")
     return code
