@@ -24,7 +24,7 @@ from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase, from_
 from campaigns.locate import locator
 from campaigns.materialise import op_call, session_script, tree_job, weights_for
 from campaigns.repro_cpp import program
-from campaigns.trial import Bench
+from campaigns.trial import REFUSAL, Bench
 from oracles.judgement import Judgement, Verdict
 from spec.config import as_parameters
 from spec.engine import Description, Generation
@@ -227,6 +227,8 @@ def _check(judgement: Judgement, step: int, layers: Mapping[str, int | None]) ->
         what = "flaky"
     elif judgement.verdict in (Verdict.CRASHED, Verdict.HUNG, Verdict.MALFORMED):
         what = "failure"
+    elif judgement.tap == REFUSAL:
+        what = "refusal"
     else:
         numeric = judgement.bound >= 0 and (judgement.found != judgement.expected or not np.isfinite(judgement.found))
         what = "element" if judgement.tap in layers and judgement.index and numeric else "answer"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from campaigns.case import Case, OpCase, SessionCase, TreeCase
-from campaigns.operands import REGIMES
+from campaigns.operands import REFUSED, REGIMES
 from campaigns.plan import tree_parents
 from campaigns.strategies import OP_SHAPES, in_frozen_mix
 from campaigns.weights import REGIMES as WEIGHT_REGIMES
@@ -26,7 +26,7 @@ def cells(case: Case) -> set[Cell]:
 
 def declared() -> set[Cell]:
     """Cells that a check of an engine with all capabilities is meant to reach."""
-    out: set[Cell] = {("op", op) for op in OP_SHAPES} | {("regime", regime) for regime in REGIMES}
+    out: set[Cell] = {("op", op) for op in OP_SHAPES} | {("regime", regime) for regime in (*REGIMES, REFUSED)}
     out |= {("weights", regime) for regime in WEIGHT_REGIMES}
     out |= {("size mod 16", word) for word in ("0", "1", "15", "other", "below")}
     out |= {("tree shape", shape) for shape in ("empty", "chain", "star", "branching")}

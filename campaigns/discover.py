@@ -69,7 +69,10 @@ def diet_of(description: Description, *, hazards: bool = True, views: bool = Tru
         sessions=sessions,
         loops=sessions and "generate" in can,
         op_hazards=tuple(name for name in HAZARDS if views or name != "views") if hazards else (),
-        session_hazards=(*(name for name in strategies.PLAN_HAZARDS if name in can), *(SESSION_HAZARDS if hazards else ())),
+        session_hazards=(
+            *(name for name in strategies.PLAN_HAZARDS if name in can or name not in ("fork", "evict")),
+            *(SESSION_HAZARDS if hazards else ()),
+        ),
         checkpoint=checkpoint,
         preset=preset,
     )

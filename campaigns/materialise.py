@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from campaigns.case import CaseError, OpCase, TreeCase
 from campaigns.isolation.chain import TreeJob
-from campaigns.operands import OPERANDS, REGIMES, Recipe, grid_logits, values
+from campaigns.operands import OPERANDS, REFUSALS, REFUSED, REGIMES, Recipe, grid_logits, values
 from campaigns.plan import session_script
 from campaigns.probes import PROBES
 from campaigns.probes import operands as probe_operands
@@ -30,13 +30,14 @@ __all__ = ["op_call", "op_call_of", "session_script", "tree_job", "weights_for"]
 def op_call(case: OpCase) -> OpCall:
     """Inputs by regime, params of the record's kinds, output shapes from the record. Raises CaseError for a case that is none."""
     record = record_of(case.op)
-    if case.regime not in (*REGIMES, *PROBES):
+    if case.regime not in (*REGIMES, *PROBES) and not (case.regime == REFUSED and case.op in REFUSALS):
         raise CaseError(f"there is no regime {case.regime!r}: choose one of {', '.join(REGIMES)}")
     params = params_of(record, case)
     dims = dict(case.dims)
     recipe = Recipe(case.op, dims, params, case.regime, case.seed)
     try:
-        inputs = probe_operands(case) if case.regime in PROBES else OPERANDS[case.op](recipe)
+        makers = REFUSALS if case.regime == REFUSED else OPERANDS
+        inputs = probe_operands(case) if case.regime in PROBES else makers[case.op](recipe)
         outputs = output_shapes(record, dims, params)
     except KeyError as missing:
         raise CaseError(f"{case.op}: the case lacks the dimension or parameter {missing}") from None

@@ -3,7 +3,8 @@ of one size leaves the other operands as they are.
 
 Regimes: "ordinary"; "ties" (exact duplicates, values on a coarse grid, equal scores at a cut); "extreme" (magnitudes 1e-30..1e15 whose
 products stay finite, raw scores below -5e4, zero rows, one outlier channel); "lattice" (small integers and one-hot rows, so that
-the exact result is a float32 and every honest order of summation gives it); "cancel" (terms that cancel almost completely).
+the exact result is a float32 and every honest order of summation gives it); "cancel" (terms that cancel almost completely). Operations of
+the draft tree have "refused" as well: inputs outside their domain (REFUSALS).
 """
 
 from __future__ import annotations
@@ -294,6 +295,7 @@ def _route(r: Recipe) -> Inputs:
         scores, bias = np.ceil(scores * 4) / 8, np.rint(bias * 2) / 2
     elif r.regime == "extreme":
         scores, bias = scores * 1e-8, bias + 12
+        scores[r.rng("underflow").random(r["T"]) < 0.3] = 0  # a sigmoid of logits below -104
     elif r.regime == "cancel":
         bias = bias - 2
     return {"scores": scores.astype(np.float32), "bias": bias.astype(np.float32)}
@@ -422,6 +424,63 @@ def _compact(r: Recipe) -> Inputs:
     path = np.sort(rng.permutation(pending)[: r["J"]]).astype(np.int32)
     return {"cache": values(r.rng("cache"), (r["S"], r["C"]), r.regime), "path": path}
 
+
+# Inputs outside an operation's domain, which an engine must refuse
+
+
+def _refused_parents(r: Recipe) -> Int:
+    """A tree that is none: a node whose parent is itself, a later node, before the root, or a second root; or no root at all."""
+    rng = r.rng("refused")
+    parent_of = parents(r.rng("parents"), r["M"])
+    node = int(rng.integers(r["M"]))
+    wrong = [node, node + 1, -2, r["M"]] + ([-1] if node else [0])
+    parent_of[node] = wrong[int(rng.integers(len(wrong)))]
+    return parent_of
+
+
+def _refused_tree_mask(r: Recipe) -> Inputs:
+    return {"parents": _refused_parents(r)}
+
+
+def _refused_accept(r: Recipe) -> Inputs:
+    return {**_accept(r), "parents": _refused_parents(r)}
+
+
+def _refused_draft_table(r: Recipe) -> Inputs:
+    logits = _draft_table(r)["logits"]
+    rng = r.rng("refused")
+    logits[int(rng.integers(r["L"])), int(rng.integers(r["V"]))] = rng.choice(np.array([np.nan, np.inf], np.float32))
+    return {"logits": logits}
+
+
+def _refused_best_first_tree(r: Recipe) -> Inputs:
+    """NaN in the table, or a rank that is likelier than the one before it."""
+    inputs = _best_first_tree(r)
+    rng = r.rng("refused")
+    depth, rank = int(rng.integers(r["L"])), int(rng.integers(r["K"]))
+    ascends = rank > 0 and rng.random() < 0.5
+    inputs["log_probs"][depth, rank] = inputs["log_probs"][depth, rank - 1] / 2 + 1 if ascends else np.nan
+    return inputs
+
+
+def _refused_compact(r: Recipe) -> Inputs:
+    """A path that names a row twice, goes back, or leaves the pending rows."""
+    inputs = _compact(r)
+    rng = r.rng("refused")
+    at = int(rng.integers(r["J"]))
+    wrong = [-1, r["S"] - r["prefix_len"]] + ([int(inputs["path"][at - 1])] if at else [])
+    inputs["path"][at] = wrong[int(rng.integers(len(wrong)))]
+    return inputs
+
+
+REFUSALS: dict[str, Callable[[Recipe], Inputs]] = {
+    "draft_table": _refused_draft_table,
+    "best_first_tree": _refused_best_first_tree,
+    "tree_mask": _refused_tree_mask,
+    "accept": _refused_accept,
+    "compact": _refused_compact,
+}
+REFUSED = "refused"  # the regime
 
 OPERANDS: dict[str, Callable[[Recipe], Inputs]] = {
     "embed": _embed, "rms_norm": _rms_norm, "matmul": _matmul, "rope": _rope, "q_absorb": _q_absorb, "scores": _scores,

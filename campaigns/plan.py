@@ -23,8 +23,12 @@ from spec.engine import Departure, Drafter, Int, Limits, Rows, departed
 from spec.script import CacheRows, Commit, Evict, Fork, Forward, Generate, Script, Step, WeightsKey
 from spec.weights import philox
 
-PLAN_HAZARDS = frozenset({"fork", "evict"})
-"""Hazards that are steps of the script; all others travel to the worker in Script.hazards."""
+PLAN_HAZARDS = frozenset({"fork", "evict", "late", "interleaved"})
+"""Hazards that are planned here; all others travel to the worker in Script.hazards.
+
+fork: a copy decodes beside its source; evict: a sequence comes back with another prompt; late: the last sequence joins in the first round, its
+prompt in one batch with the trees of the others; interleaved: the rows of a batch take turns among its sequences.
+"""
 
 
 def config_of(case: SessionCase) -> Config:
@@ -82,8 +86,9 @@ def hit_path(nodes: tuple[Node, ...], parents: Int) -> Int:
     return np.array(path, np.int32)
 
 
-def session_script(case: SessionCase, departures: Sequence[Departure] = ()) -> Script:
-    """The script for an engine with these departures: it opens, and is judged against, the configuration that it really runs.
+def session_script(case: SessionCase, departures: Sequence[Departure] = (), planner_of: type[Planner] | None = None) -> Script:
+    """The script for an engine with these departures: it opens, and is judged against, the configuration that it really runs. `planner_of`: a
+    Planner that cuts the work another way (campaigns/relations.py).
 
     Raises CaseError for a configuration that cannot be built, no prompt, or a tree with more siblings than the vocabulary has tokens.
     """
@@ -93,8 +98,12 @@ def session_script(case: SessionCase, departures: Sequence[Departure] = ()) -> S
         raise CaseError(f"the engine's departures do not fit the configuration of the case: {problem}") from None
     if not case.prompts:
         raise CaseError("a session needs at least one prompt")
-    planner = _Planner(config, case)
-    planner.prefill(dict(enumerate(case.prompts)))
+    planner = (planner_of or Planner)(config, case)
+    first = dict(enumerate(case.prompts))
+    if "late" in case.hazards and len(first) > 1 and case.rounds:
+        planner.late = len(first) - 1
+        del first[planner.late]
+    planner.prefill(first)
     for number, trees in enumerate(case.rounds):
         planner.round(number, trees)
         if number == 0 and "fork" in case.hazards:
@@ -110,14 +119,22 @@ def session_script(case: SessionCase, departures: Sequence[Departure] = ()) -> S
 
 
 @dataclass
-class _Planner:
+class Planner:
+    """Steps in order; `submit` hands in one round of trees, and is what other ways of cutting the work override."""
+
     config: Config
     case: SessionCase
     steps: list[Step] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)  # sequence -> committed rows
+    late: int = -1  # a sequence whose prompt is still to come
 
     def prefill(self, prompts: dict[int, tuple[int, int]]) -> None:
-        tokens = {sequence: prompt_tokens(self.config, length, seed) for sequence, (length, seed) in prompts.items()}
+        self.prefill_tokens({sequence: self.prompt(*prompt) for sequence, prompt in prompts.items()})
+
+    def prompt(self, length: int, seed: int) -> Int:
+        return prompt_tokens(self.config, length, seed)
+
+    def prefill_tokens(self, tokens: dict[int, Int]) -> None:
         chunk = self.case.chunk if self.case.chunk > 0 else max(len(t) for t in tokens.values())
         self.lengths |= dict.fromkeys(tokens, 0)
         for start in range(0, max(len(t) for t in tokens.values()), chunk):
@@ -139,6 +156,12 @@ class _Planner:
             seed = self.case.prompts[min(order, len(self.case.prompts) - 1)][1]
             tokens[sequence] = tree_tokens(self.config, parents[sequence], seed * 31 + number * 7 + sequence)
             paths[sequence] = hit_path(nodes, parents[sequence])
+        if self.late >= 0:
+            tokens[self.late] = prompt_tokens(self.config, *self.case.prompts[self.late])
+            parents[self.late] = np.arange(-1, len(tokens[self.late]) - 1, dtype=np.int32)
+            paths[self.late] = np.arange(len(tokens[self.late]), dtype=np.int32)
+            self.lengths[self.late] = 0
+            self.late = -1
         self.forward(tokens, parents, "tree" if any(len(p) > 1 for p in parents.values()) else "decode")
         for sequence, path in paths.items():
             self.commit(sequence, path)
@@ -171,15 +194,32 @@ class _Planner:
                 position=np.concatenate([self.lengths[s] + depths(parents[s]) for s in batch]).astype(np.int32),
                 parent=np.concatenate(shifted),
             )
+            if "interleaved" in self.case.hazards and len(batch) > 1:
+                rows = _taking_turns(rows)
             want = np.ones(len(rows), np.bool_)
             if phase == "prefill":  # last rows, and every fifth: the number of a logit row is not the number of its row
                 want = np.arange(len(rows)) % 5 == 2
-                want[starts[1:] - 1] = True
+                for sequence in batch:
+                    want[np.flatnonzero(rows.sequence == sequence)[-1]] = True
             self.steps.append(Forward(rows, want, phase))
 
     def commit(self, sequence: int, path: Int) -> None:
         self.steps.append(Commit(sequence, path))
         self.lengths[sequence] += len(path)
+
+
+def _taking_turns(rows: Rows) -> Rows:
+    """First row of each sequence, second row of each, and so on; the order within a sequence stays, so parents still come first."""
+    turn = np.zeros(len(rows), np.int64)
+    for sequence in np.unique(rows.sequence):
+        own = rows.sequence == sequence
+        turn[own] = np.arange(np.count_nonzero(own))
+    order = np.lexsort((rows.sequence, turn))
+    place = np.empty(len(rows), np.int64)
+    place[order] = np.arange(len(rows))
+    parent = rows.parent[order]
+    moved = np.where(parent < 0, -1, place[parent]).astype(np.int32)
+    return Rows(rows.sequence[order], rows.token[order], rows.position[order], moved)
 
 
 def depths(parents: Int) -> NDArray[np.int64]:

@@ -110,7 +110,7 @@ def cost(case: Case) -> tuple[Any, ...]:
             else (1, generate.budget, generate.max_new, generate.block_len, generate.stop_at >= 0, generate.grid >= 0)
         )
         return (
-            nodes_of(case), len(case.rounds), len(case.prompts), sum(length for length, _ in case.prompts), loop, len(case.hazards),
+            nodes_of(case), len(case.rounds), len(case.prompts), sum(length for length, _ in case.prompts), loop, len(case.hazards), case.relation != "",
             case.regime != "ordinary", case.preset != "tiny", len(case.overrides), sum(hit for r in case.rounds for t in r for _, hit in t),
             case.chunk, not case.mixed, sum(back for r in case.rounds for t in r for back, _ in t), case.weights_seed,
             sum(seed for _, seed in case.prompts), 0 if generate is None else generate.seed,
@@ -119,7 +119,7 @@ def cost(case: Case) -> tuple[Any, ...]:
         sizes = (case.depth, case.vocab, case.prefix_len, case.cache_dim)
         return (nodes_of(case), 1, sum(sizes), len(case.hazards), case.minus_infinity, case.grid < 0, case.follow, case.seed)
     if isinstance(case, OpCase):
-        order = ("probe", "probe height", "lattice", "ordinary", "ties", "cancel", "extreme").index(case.regime)
+        order = ("probe", "probe height", "lattice", "ordinary", "ties", "cancel", "extreme", "refused").index(case.regime)
         return (nodes_of(case), 0, sum(v for _, v in case.dims), len(case.hazards), order, sum(abs(v) for _, v in case.params), case.seed)
     return ()
 
@@ -157,6 +157,8 @@ def _session_candidates(case: SessionCase) -> Iterator[SessionCase]:
         yield replace(case, rounds=case.rounds[:start] + case.rounds[stop:])
     if case.hazards:
         yield replace(case, hazards=())
+    if case.relation:
+        yield replace(case, relation="")
     if case.checkpoint:
         yield replace(case, checkpoint="", preset="tiny", overrides=(), regime="ordinary")
     if case.preset != "tiny" or case.overrides or case.regime != "ordinary":

@@ -118,6 +118,8 @@ def run(plan: Mapping[str, Any], tensors: Mapping[str, Any]) -> int:
         except Broken as problem:
             return verdict(True, str(problem))
         except Exception as problem:
+            if guilty and check["what"] == "refusal":
+                return verdict(False, f"the engine refuses: {problem}")
             if not guilty and check["what"] != "failure":
                 print(f"step {number + 1} ({step['do']}) raised {type(problem).__name__}: {problem}")
             return verdict(True, f"{type(problem).__name__}: {problem}")
@@ -129,6 +131,8 @@ def run(plan: Mapping[str, Any], tensors: Mapping[str, Any]) -> int:
 
 def compared(check: Mapping[str, Any], value: Any, answer: Mapping[str, Any]) -> int:
     """The named element against what it should be."""
+    if check["what"] == "refusal":
+        return verdict(True, "the engine answers, but must refuse its inputs")
     if check["what"] in ("failure", "flaky"):
         return verdict(False, "the engine answered")
     if check["what"] == "answer":

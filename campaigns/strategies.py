@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from campaigns.case import Case, GenerateCase, Node, OpCase, SessionCase, TreeCase
-from campaigns.operands import REGIMES
+from campaigns.operands import REFUSALS, REFUSED, REGIMES
 from campaigns.weights import REGIMES as WEIGHT_REGIMES
 from campaigns.weights import checkpoint_at
 from spec.config import preset
@@ -139,7 +139,7 @@ def op_cases(size: str = "full", ops: tuple[str, ...] = tuple(OP_SHAPES), hazard
     def build(draw: Draw) -> OpCase:
         op = draw(_pick(ops))
         dims, params = OP_SHAPES[op](draw, size)
-        regime = draw(_pick(REGIMES))
+        regime = draw(_pick((*REGIMES, *REGIMES, REFUSED) if op in REFUSALS else REGIMES))
         return OpCase(op, tuple(sorted(dims.items())), tuple(sorted(params.items())), regime, draw(SEEDS), draw(_hazards(hazards)))
 
     return build()
@@ -221,7 +221,7 @@ OVERRIDES: tuple[Bundle, ...] = (
     (("top_k", 8),),
     (("vocab", 65),),
 )
-PLAN_HAZARDS = ("fork", "evict")
+PLAN_HAZARDS = ("fork", "evict", "late", "interleaved")
 
 
 @cache

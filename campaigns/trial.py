@@ -16,15 +16,20 @@ from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase, to_js
 from campaigns.isolation import Deadline
 from campaigns.isolation.chain import TreeJob
 from campaigns.materialise import op_call, session_script, tree_job, weights_for
+from campaigns.operands import REFUSED
 from campaigns.probes import PROBE, PROBES
+from campaigns.relations import twin
 from oracles.audit import judge_height, judge_precision
 from oracles.judge import judge_op
 from oracles.judgement import RUNGS, Judgement, Verdict, worst
-from oracles.session import SessionJudge
+from oracles.relations import judge_relation
+from oracles.session import SessionJudge, of_failure
 from spec.config import Config
 from spec.engine import Description, Profile
 from spec.model import GoldenModel
+from spec.ops import OPS
 from spec.script import Answer, Failure, OpCall, Script, Trace, WeightsKey
+from spec.tree import TreeError
 
 VERDICT_OF_FAILURE = {
     "unsupported": Verdict.UNSUPPORTED,
@@ -37,6 +42,7 @@ VERDICT_OF_FAILURE = {
 
 
 UNJUDGEABLE = frozenset({Verdict.MALFORMED, Verdict.FLAKY, Verdict.CRASHED, Verdict.HUNG, Verdict.UNSUPPORTED, Verdict.NONFINITE})
+REFUSAL = "refusal"  # the output's name in a judgement of inputs that must be refused
 FIRST_STEP_S = 30.0  # of a kind, until one was seen: kernels that compile at first use; longer makes an early hang expensive
 
 
@@ -143,15 +149,44 @@ class Bench:
     def _session(self, case: SessionCase) -> list[Judgement]:
         script = session_script(case, self.worker.description.departures)
         trace = self.worker.script(script)
-        return session_judge(script.config, script.weights).judge(script, trace)
+        judge = session_judge(script.config, script.weights)
+        judgements = judge.judge(script, trace)
+        if case.relation and trace.failure is None:
+            relation, other = twin(case, self.worker.description.departures)
+            again = self.worker.script(other)
+            if again.failure is not None:
+                judgements.append(of_failure(again.failure, None, len(script.steps)))
+            judgements += judge_relation(relation, (script, trace), (other, again), trace.description.profile, judge.prepared)
+        return judgements
 
 
 def _judged_op(case: OpCase, call: OpCall, answer: Answer, profile: Profile) -> list[Judgement]:
     """A probe is judged by the declared arithmetic, everything else by the operation's bound; a failed probe says which of the two lied."""
+    if case.regime == REFUSED:
+        return judged_refusal(call, answer)
     judgements = judged_call(call, answer, profile, 0)
     if case.regime not in PROBES or answer.outputs is None or any(j.verdict in UNJUDGEABLE for j in judgements):
         return judgements
     return (judge_precision if case.regime == PROBE else judge_height)(call, answer.outputs, profile)
+
+
+def judged_refusal(call: OpCall, answer: Answer) -> list[Judgement]:
+    """Inputs that the rules exclude: an error is the right answer, outputs are a defect, and a crash or hang is one as well.
+
+    Raises CaseError for inputs that the specification accepts.
+    """
+    try:
+        OPS[call.op].function(call.inputs, call.params)
+    except TreeError as refusal:
+        rule, why = refusal.rule, refusal.message
+    else:
+        raise CaseError(f"{call.op}: the inputs lie inside its domain, so that there is nothing to refuse")
+    if answer.failure is not None and answer.failure.kind == "raised":
+        return [Judgement(Verdict.EXACT, rule, call.op, REFUSAL, RUNGS[0], checked=1)]
+    if answer.failure is not None:
+        return [judged_failure(answer.failure, call.op, 0)]
+    message = f"{call.op} answers, but must refuse its inputs ({rule}): {why}"
+    return [Judgement(Verdict.DEFECT, rule, call.op, REFUSAL, RUNGS[0], share=float("inf"), checked=1, message=message)]
 
 
 def judged_call(call: OpCall, answer: Answer, profile: Profile, step: int) -> list[Judgement]:

@@ -8,7 +8,7 @@ import pytest
 from campaigns.case import CaseError, GenerateCase, OpCase, SessionCase, TreeCase
 from campaigns.isolation import InProcess
 from campaigns.materialise import op_call, op_call_of, session_script, tree_job, weights_for
-from campaigns.operands import OPERANDS, REGIMES
+from campaigns.operands import OPERANDS, REFUSALS, REFUSED, REGIMES
 from campaigns.strategies import OP_SHAPES, op_cases
 from campaigns.trial import Bench
 from campaigns.weights import REGIMES as WEIGHT_REGIMES
@@ -238,6 +238,41 @@ def test_fork_decodes_two_sequences_from_one_prefix() -> None:
     assert last.rows.sequence.tolist() == [0, 1]
     assert last.rows.token[0] != last.rows.token[1]
     assert script.hazards == frozenset()
+
+
+def test_a_late_sequence_brings_its_prompt_into_the_batch_of_a_tree() -> None:
+    case = SessionCase("tiny", (), 0, "ordinary", ((2, 0), (3, 1)), ((((0, 1),), ()), ()), hazards=("late",))
+    forwards = [step for step in session_script(case).steps if isinstance(step, Forward)]
+    assert [step.rows.sequence.tolist() for step in forwards] == [[0, 0], [0, 0, 1, 1, 1], [0, 1]]
+    assert [step.rows.position.tolist() for step in forwards] == [[0, 1], [2, 3, 0, 1, 2], [4, 3]]
+
+
+def test_interleaved_rows_take_turns_and_keep_their_parents() -> None:
+    case = SessionCase("tiny", (), 0, "ordinary", ((2, 0), (3, 1)), ((((0, 1), (1, 0)), ((0, 1),)),), hazards=("interleaved",))
+    forwards = [step for step in session_script(case).steps if isinstance(step, Forward)]
+    assert [step.rows.sequence.tolist() for step in forwards] == [[0, 1, 0, 1, 1], [0, 1, 0, 1, 0]]
+    assert [step.rows.parent.tolist() for step in forwards] == [[-1, -1, 0, 1, 3], [-1, -1, 0, 1, 0]]
+    assert forwards[0].want_logits.tolist() == [False, False, True, False, True]  # the last rows of both
+
+
+@pytest.mark.parametrize("op", sorted(REFUSALS))
+def test_refused_inputs_lie_outside_the_domain_and_the_specification_refuses_them(op: str) -> None:
+    bench = Bench(InProcess(GoldenEngine()))
+    for case in drawn(op, REFUSED, 40):
+        (judgement,) = bench.outcome(case).judgements
+        assert (judgement.verdict, judgement.tap) == (Verdict.EXACT, "refusal")
+
+
+def test_an_engine_that_answers_what_it_must_refuse_is_wrong() -> None:
+    class Careless(GoldenEngine):
+        def run_op(self, op, inputs, params, outputs):  # type: ignore[no-untyped-def]
+            for output in outputs.values():
+                output[...] = 0
+
+    for op in REFUSALS:
+        (judgement,) = Bench(InProcess(Careless())).outcome(drawn(op, REFUSED, 1)[0]).judgements
+        assert (judgement.verdict, judgement.op, judgement.tap) == (Verdict.DEFECT, op, "refusal")
+        assert "must refuse" in judgement.message
 
 
 def test_a_declared_stop_token_is_one_that_the_golden_stream_emits() -> None:
