@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from campaigns.tree_profile import TreeProfileReport
 
 LINE_EVERY_S = 10.0  # in a log; on a terminal the line is rewritten
+SHOWN_PER_VECTOR = 3
 PASSING = (Verdict.EXACT, Verdict.WITHIN_BOUND, Verdict.TIE)
 
 
@@ -258,10 +259,12 @@ def print_vectors(author: Description, checked: Sequence[Checked], *, as_json: b
         return code
     for one in checked:
         print(f"{one.verdict:13} {one.id}")
-        for j in one.judgements:
-            if j.verdict not in PASSING:
-                where = f"step {j.step + 1}, " if one.kind != "op" and j.step >= 0 else ""
-                print(f"    {where}{j.op or j.tap}, rule {j.rule}: {j.message or j.tap}")
+        told = [j for j in one.judgements if j.verdict not in PASSING]
+        for j in told[:SHOWN_PER_VECTOR]:  # the first alarm in data order is the location; later ones may be its consequences
+            where = "" if one.kind == "op" else f"step {j.step + 1}, "
+            print(f"    {where}{j.op or j.tap}, rule {j.rule}: {j.message or j.tap}")
+        if len(told) > SHOWN_PER_VECTOR:
+            print(f"    and {len(told) - SHOWN_PER_VECTOR} more, perhaps consequences of these: --json lists them")
     counts = Counter(str(one.verdict) for one in checked)
     print(f"{author.name} {author.version} under {author.profile.name}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     rules = sorted({one.worst.rule for one in wrong if one.worst is not None and " " not in one.worst.rule})
