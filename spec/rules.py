@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from spec.config import preset
 from spec.dflash import Context, ContextError, DFlash, DFlashDrafter, target_features, tiny_dflash
+from spec.encodings import encode_bitpacked, encode_ggml_mask
 from spec.engine import Limits, Rows
 from spec.loops import ddtree, greedy, tree_rows
 from spec.model import GoldenModel
@@ -115,6 +116,12 @@ def _path_scores_are_exact() -> bool:
 def _nested_budgets() -> bool:
     table = [[-0.5, -1.0, -1.0], [-0.5, -1.0, -1.5]]
     return all(_paths(table, budget) == _paths(table, 12)[:budget] for budget in range(13))
+
+
+def _mask_formats() -> bool:
+    mask = visibility([-1, 0, 0], 0)
+    additive = encode_ggml_mask(mask, row_pad=1)
+    return _equal(encode_bitpacked([mask])[0, :, 0], [0b001, 0b011, 0b101]) and _equal(additive == 0, mask) and bool(additive.min() == -INF)
 
 
 def _row_of_a_tree() -> bool:
@@ -350,9 +357,9 @@ _BATCH_RULES = (
     Rule(
         "C5",
         "The mask has the polarity, dtype, bit order and pointer units that the kernel reads; in the spec True (1) is visible.",
-        "row 0 of a tree on an empty prefix is [1, 0, ..]: it sees itself, whatever the format",
+        "root and two children: SGLang packs rows 1, 11, 101 from the least significant bit; ggml writes 0 where seen, -inf elsewhere",
         "sgl-project/sglang #27509 (additive mask read as nonzero = allowed), rmagur1203/vllm-ddtree (elements for bytes)",
-        lambda: _equal(_op("tree_mask", {"parents": [-1, 0]}, "visible", prefix_len=0), [[1, 0], [1, 1]]),
+        _mask_formats,
     ),
     Rule(
         "C6",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +38,8 @@ def test_help_lists_every_command_and_loads_nothing_heavy() -> None:
     program = "import sys; from paritree.cli import main; main(['--help']); print(sorted(m for m in sys.modules if '.' not in m))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == CLEAN, ended.stderr
-    for command in ("check", "judge", "nightly", "replay", "shrink", "bisect", "report", "merge", "engines", "explain", "doctor"):
-        assert f"    {command} " in ended.stdout, command
+    for command in ("check", "judge", "nightly", "replay", "shrink", "bisect", "report", "merge", "engines", "tree-profile", "explain", "doctor"):
+        assert re.search(rf"^    {command}\s", ended.stdout, re.MULTILINE), command
     loaded = set(json.loads(ended.stdout.splitlines()[-1].replace("'", '"')))
     assert loaded & HEAVY == set()
 
