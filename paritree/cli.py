@@ -129,6 +129,7 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
         sub.add_argument("--jobs", type=_positive, default=defaults.get("jobs"), help="shards (one per core)")
         sub.add_argument("--seed", type=int, default=defaults.get("seed", 0), help="of the campaign (%(default)s)")
         sub.add_argument("--report", default=defaults.get("report"), metavar="FILE.html", help="write the page afterwards")
+        sub.add_argument("--junit", default="", metavar="FILE.xml", help="write JUnit XML afterwards")
         sub.add_argument(
             "--no-hazards", dest="hazards", action="store_false", default=defaults.get("hazards", True), help="friendly memory layouts only"
         )
@@ -341,6 +342,16 @@ def nightly(options: Options) -> int:
 
 
 def _page(options: Options) -> str:
+    """The page, JUnit XML and, inside a GitHub job, its summary; the path of the page."""
+    summary = os.environ.get("GITHUB_STEP_SUMMARY", "")
+    if options.junit or summary:
+        from reports import summaries
+
+        data = summaries.page_of(options.store)
+        if options.junit:
+            summaries.write_text(options.junit, summaries.junit(data))
+        if summary:
+            summaries.write_text(summary, summaries.github_summary(data), append=True)
     if not options.report:
         return ""
     from reports.page import write_report

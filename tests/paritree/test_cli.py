@@ -38,7 +38,20 @@ def test_help_lists_every_command_and_loads_nothing_heavy() -> None:
     program = "import sys; from paritree.cli import main; main(['--help']); print(sorted(m for m in sys.modules if '.' not in m))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == CLEAN, ended.stderr
-    for command in ("check", "judge", "nightly", "replay", "shrink", "bisect", "report", "merge", "engines", "tree-profile", "explain", "doctor"):
+    for command in (
+        "check",
+        "judge",
+        "nightly",
+        "replay",
+        "shrink",
+        "bisect",
+        "report",
+        "merge",
+        "engines",
+        "tree-profile",
+        "explain",
+        "doctor",
+    ):
         assert re.search(rf"^    {command}\s", ended.stdout, re.MULTILINE), command
     loaded = set(json.loads(ended.stdout.splitlines()[-1].replace("'", '"')))
     assert loaded & HEAVY == set()
@@ -105,26 +118,18 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """(store, finding) of a check of a planted engine."""
     store = str(tmp_path_factory.mktemp("cli") / "store")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [
-        "check",
-        "blocked:Z33",
-        "--store",
-        store,
-        "--trials",
-        "60",
-        "--jobs",
-        "1",
-        "--json",
-        "--report",
-        f"{store}.html",
-        "--stop-at-first",
-    ]
+    environment["GITHUB_STEP_SUMMARY"] = f"{store}.md"
+    words = (
+        f"check blocked:Z33 --store {store} --trials 60 --jobs 1 --json --report {store}.html --junit {store}.xml --stop-at-first".split()
+    )
     ended = subprocess.run([sys.executable, "-m", "paritree.cli", *words], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert ended.returncode == FINDINGS, ended.stderr
     body = json.loads(ended.stdout)
     (finding,) = body["engines"][0]["findings"]
     assert finding["minimal"]
     assert Path(body["report"]).read_text().startswith("<!doctype html>")
+    for form in ("xml", "md"):
+        assert finding["finding_id"] in Path(f"{store}.{form}").read_text(), form
     return store, finding["finding_id"]
 
 
