@@ -328,9 +328,13 @@ class Kernels:
             raise Unsupported(f"budget {budget} and {depth_max} depths are asked for, but these kernels hold {BUDGET_MAX} and {DEPTH_MAX}")
         tokens, parents, depths = (self.device.empty((budget + 1,), np.int32) for _ in range(3))
         count = self.device.empty((1,), np.int32)
+        frontier = 72 * _round_up(budget + 1, 32)
+        held = (
+            depth_max * width if frontier + 4 * depth_max * width <= SHARED_PORTABLE - 1024 else 0
+        )  # the kernel's own variables: below 1 KiB
         self.device.launch(
-            "best_first_tree", (1,), 256, (ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, count, status),
-            _round_up(budget + 1, 32) * 72,
+            "best_first_tree", (1,), 256, (ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, count, status, held),
+            frontier + 4 * held,
         )  # fmt: skip
         return tokens, parents, depths, count
 

@@ -4,7 +4,7 @@
 // scores fall back on the rank path, kept as digits of rank + 1 in big-endian words, so that a prefix comes before its extensions.
 // Two forms of the builder; the kernel takes the second one wherever its sums fit:
 //   pop_wide    scores as two doubles (106 bits); a table that needs more raises STATUS_INEXACT instead of guessing
-//   pop_units   scores as 63-bit integers in units of the largest power of two that divides every log-probability
+//   pop_units   scores as integers of 31 or 63 bits in units of the largest power of two that divides every log-probability
 #pragma once
 #include "common.cuh"
 
@@ -184,7 +184,21 @@ PARITREE_INLINE long long in_units(float x, int exponent) {
     return bits >> 31 ? -size : size;
 }
 
-constexpr unsigned long long UNITS_BIAS = 1ull << 63;  // turns a signed integer into an unsigned one of the same order; 0 is never a score
+// A signed score as an unsigned key of the same order; 0 is never a score, as scores leave the highest bit but one free.
+template <typename Integer>
+struct Key;
+template <>
+struct Key<int> {
+    using Type = unsigned;
+    static constexpr unsigned BIAS = 0x80000000u;
+    static PARITREE_INLINE unsigned upper(unsigned key) { return key; }
+};
+template <>
+struct Key<long long> {
+    using Type = unsigned long long;
+    static constexpr unsigned long long BIAS = 1ull << 63;
+    static PARITREE_INLINE unsigned upper(unsigned long long key) { return static_cast<unsigned>(key >> 32); }
+};
 
 PARITREE_INLINE bool path_before(const unsigned long long* path, int a, int b) {
     for (int w = 0; w < PATH_WORDS; ++w) {
@@ -195,12 +209,16 @@ PARITREE_INLINE bool path_before(const unsigned long long* path, int a, int b) {
 }
 
 // The lane with the largest key, the first rank path among equals; -1: all keys are 0. The same answer in every lane.
-PARITREE_INLINE int best_lane(unsigned long long key, int slot, const unsigned long long* path) {
-    const unsigned upper = static_cast<unsigned>(key >> 32), lower = static_cast<unsigned>(key);
-    const unsigned best_upper = __reduce_max_sync(FULL_WARP, upper);
+template <typename Integer>
+PARITREE_INLINE int best_lane(typename Key<Integer>::Type key, int slot, const unsigned long long* path) {
+    const unsigned upper = Key<Integer>::upper(key), best_upper = __reduce_max_sync(FULL_WARP, upper);
     if (best_upper == 0) return -1;
-    const unsigned best_lower = __reduce_max_sync(FULL_WARP, upper == best_upper ? lower : 0u);
-    unsigned equal = __ballot_sync(FULL_WARP, upper == best_upper && lower == best_lower);
+    bool best = upper == best_upper;
+    if constexpr (sizeof(Integer) == 8) {
+        const unsigned lower = static_cast<unsigned>(key), best_lower = __reduce_max_sync(FULL_WARP, best ? lower : 0u);
+        best = best && lower == best_lower;
+    }
+    unsigned equal = __ballot_sync(FULL_WARP, best);
     int winner = __ffs(static_cast<int>(equal)) - 1;
     if (equal & (equal - 1)) {
         int winner_slot = __shfl_sync(FULL_WARP, slot, winner);
@@ -215,21 +233,27 @@ PARITREE_INLINE int best_lane(unsigned long long key, int slot, const unsigned l
     return winner;
 }
 
-PARITREE_INLINE int pop_units(const Build& build, unsigned long long* memory, int exponent) {
+// `table` [depth_max][width] in units, or null: converted where it is read.
+template <typename Integer>
+PARITREE_INLINE int pop_units(const Build& build, unsigned long long* memory, const Integer* table, int exponent) {
+    using Unsigned = typename Key<Integer>::Type;
     const int width = build.width, budget = build.budget, per_group = (budget + 31) / 32, capacity = 32 * per_group;
-    unsigned long long* keys = memory;                                          // [capacity], 0: empty
-    unsigned long long* path = keys + capacity;                                 // [capacity][PATH_WORDS]
-    long long* node_score = reinterpret_cast<long long*>(path + capacity * PATH_WORDS);  // [budget + 1]
-    int* parent_of = reinterpret_cast<int*>(node_score + budget + 1);           // [capacity]
-    int* place_of = parent_of + capacity;                                       // [capacity] depth << 16 | rank
+    unsigned long long* path = memory;                                                   // [capacity][PATH_WORDS]
+    Unsigned* keys = reinterpret_cast<Unsigned*>(path + capacity * PATH_WORDS);          // [capacity], 0: empty
+    Integer* node_score = reinterpret_cast<Integer*>(keys + capacity);                   // [capacity], by node number below the budget
+    int* parent_of = reinterpret_cast<int*>(node_score + capacity);                      // [capacity]
+    int* place_of = parent_of + capacity;                                                // [capacity] depth << 16 | rank
     const int lane = threadIdx.x;
+    const auto units_at = [&](int at) {
+        return table != nullptr ? table[at] : static_cast<Integer>(in_units(build.log_probs[at], exponent));
+    };
     for (int s = lane; s < capacity; s += 32) keys[s] = 0;
     if (budget == 0 || build.depth_max == 0 || width == 0 || build.widths[0] == 0) return 0;
-    unsigned long long own_key = 0;  // the best of group `lane`
+    Unsigned own_key = 0;  // the best of group `lane`
     int own_slot = lane * per_group, used = 1, number = 0;
     __syncwarp();
     if (lane == 0) {
-        own_key = static_cast<unsigned long long>(in_units(build.log_probs[0], exponent)) ^ UNITS_BIAS;
+        own_key = static_cast<Unsigned>(units_at(0)) ^ Key<Integer>::BIAS;
         keys[0] = own_key;
         for (int w = 0; w < PATH_WORDS; ++w) path[w] = w ? 0ull : 1ull << (DIGIT_BITS * (DIGITS_PER_WORD - 1));
         node_score[0] = 0;
@@ -237,60 +261,59 @@ PARITREE_INLINE int pop_units(const Build& build, unsigned long long* memory, in
         place_of[0] = 1 << 16;
     }
     __syncwarp();
+    // lanes from 4 on make the child, the first four the sibling; of each role the first lane holds the numbers
+    const bool as_child = lane >= PATH_WORDS;
+    const int word = lane % PATH_WORDS;
     while (true) {
-        const int group = best_lane(own_key, own_slot, path);
+        const int group = best_lane<Integer>(own_key, own_slot, path);
         if (group < 0) break;
         const int slot = __shfl_sync(FULL_WARP, own_slot, group);
-        const long long score = static_cast<long long>(__shfl_sync(FULL_WARP, own_key, group) ^ UNITS_BIAS);
-        const int parent = parent_of[slot], depth = place_of[slot] >> 16, rank = place_of[slot] & 0xffff;
-        const unsigned long long path_word = path[slot * PATH_WORDS + lane % PATH_WORDS];
+        const Integer score = static_cast<Integer>(__shfl_sync(FULL_WARP, own_key, group) ^ Key<Integer>::BIAS);
+        const int parent = parent_of[slot], place = place_of[slot], depth = place >> 16, rank = place & 0xffff;
+        const unsigned long long path_word = path[slot * PATH_WORDS + word];
         ++number;
-        // lanes from 4 on make the child, the first four the sibling; of each role the first lane holds the numbers
-        const bool as_child = lane >= PATH_WORDS;
-        const bool sibling = rank + 1 < build.widths[depth - 1], child = depth < build.depth_max && build.widths[depth < build.depth_max ? depth : 0] > 0;
+        const int row = (depth - 1) * width;
+        const bool sibling = rank + 1 < build.widths[depth - 1], child = build.widths[depth] > 0;  // widths past the last depth are 0
         const bool wanted = as_child ? child : sibling;
-        const long long above = as_child ? score : node_score[parent];
-        const int at = as_child ? depth * width : (depth - 1) * width + rank + 1;
-        const unsigned long long key = wanted ? static_cast<unsigned long long>(above + in_units(build.log_probs[at], exponent)) ^ UNITS_BIAS : 0ull;
-        const int fresh = used % 32 * per_group + used / 32;  // only below the budget, where it is a slot
-        const int child_slot = sibling ? fresh : slot;
+        const Integer above = as_child ? score : node_score[parent];
+        const Unsigned key = wanted ? static_cast<Unsigned>(above + units_at(as_child ? row + width : row + rank + 1)) ^ Key<Integer>::BIAS : Unsigned{0};
         if (lane == 8) {
-            build.tokens[number] = build.ids[(depth - 1) * width + rank];
+            build.tokens[number] = build.ids[row + rank];
             build.parents[number] = parent;
             build.depths[number] = depth;
-            node_score[number] = score;
         }
         if (number == budget) break;
+        const int fresh = used % 32 * per_group + used / 32;
+        const int target = as_child && sibling ? fresh : slot;
         __syncwarp();  // the slot is read
+        if (lane == 8) node_score[number] = score;
         if (lane < 2 * PATH_WORDS && wanted) {
-            const int target = as_child ? child_slot : slot, digit = as_child ? depth : depth - 1;
-            const int shift = DIGIT_BITS * (DIGITS_PER_WORD - 1 - digit % DIGITS_PER_WORD);
-            path[target * PATH_WORDS + lane % PATH_WORDS] = path_word + (lane % PATH_WORDS == digit / DIGITS_PER_WORD ? 1ull << shift : 0ull);
-            if (lane % PATH_WORDS == 0) {
+            const int digit = as_child ? depth : depth - 1, of_word = digit / DIGITS_PER_WORD;
+            const int shift = DIGIT_BITS * (DIGITS_PER_WORD - 1 - (digit - of_word * DIGITS_PER_WORD));
+            path[target * PATH_WORDS + word] = path_word + (word == of_word ? 1ull << shift : 0ull);
+            if (word == 0) {
                 keys[target] = key;
                 parent_of[target] = as_child ? number : parent;
-                place_of[target] = as_child ? (depth + 1) << 16 : depth << 16 | (rank + 1);
+                place_of[target] = as_child ? (depth + 1) << 16 : place + 1;
             }
         }
         if (lane == 0 && !sibling && !child) keys[slot] = 0;
-        const unsigned long long child_key = __shfl_sync(FULL_WARP, key, PATH_WORDS);  // also: what is written is seen
-        __syncwarp();
-        const unsigned long long in_group = lane < per_group ? keys[group * per_group + lane] : 0ull;
-        const int best = best_lane(in_group, group * per_group + lane, path);
-        const unsigned long long best_key = __shfl_sync(FULL_WARP, in_group, best < 0 ? 0 : best);
+        const Unsigned child_key = __shfl_sync(FULL_WARP, key, PATH_WORDS);
+        __syncwarp();  // what is written is seen
+        const Unsigned in_group = lane < per_group ? keys[group * per_group + lane] : Unsigned{0};
+        const int best = best_lane<Integer>(in_group, group * per_group + lane, path);
+        const Unsigned best_key = __shfl_sync(FULL_WARP, in_group, best < 0 ? 0 : best);
         if (lane == group) {
-            own_key = best < 0 ? 0ull : best_key;
+            own_key = best < 0 ? Unsigned{0} : best_key;
             own_slot = group * per_group + (best < 0 ? 0 : best);
         }
         if (child && sibling) {
-            if (lane == used % 32 && lane != group &&
-                (child_key > own_key || (child_key == own_key && path_before(path, child_slot, own_slot)))) {
+            if (lane == used % 32 && lane != group && (child_key > own_key || (child_key == own_key && path_before(path, fresh, own_slot)))) {
                 own_key = child_key;
-                own_slot = child_slot;
+                own_slot = fresh;
             }
             ++used;
         }
-        __syncwarp();
     }
     return number;
 }
@@ -298,17 +321,18 @@ PARITREE_INLINE int pop_units(const Build& build, unsigned long long* memory, in
 }  // namespace tree
 }  // namespace paritree
 
-// Shared memory in bytes: 72 * (budget + 1 rounded up to a multiple of 32), 76,032 for 1,024 nodes.
+// Shared memory in bytes: 72 * (budget + 1 rounded up to a multiple of 32), 76,032 for 1,024 nodes; where `held` is not 0, as many words
+// more for the table in units.
 //
 // One block, 256 threads: all of them check the table, find its unit and bring it near; then the first warp pops.
 // tokens, parents, depths [budget + 1], count [1]; ids and log_probs [depth_max, width].
 extern "C" __global__ void __launch_bounds__(256)
 best_first_tree(const int* ids, const float* log_probs, int depth_max, int width, int budget, int root, int* tokens, int* parents, int* depths,
-                int* count, int* status) {
+                int* count, int* status, int held) {
     using namespace paritree;
     using namespace paritree::tree;
     PARITREE_SHARED(unsigned long long, memory);
-    __shared__ int widths[DEPTH_MAX];  // finite candidates of a depth
+    __shared__ int widths[DEPTH_MAX + 1];  // finite candidates of a depth; 0 past the last one
     __shared__ float largest[DEPTH_MAX];
     __shared__ int problems, exponent_low;
 
@@ -316,6 +340,7 @@ best_first_tree(const int* ids, const float* log_probs, int depth_max, int width
     if (threadIdx.x == 0) {
         problems = 0;
         exponent_low = 1 << 20;
+        widths[depth_max] = 0;
     }
     for (int i = threadIdx.x; i <= budget; i += blockDim.x) {
         tokens[i] = i ? -1 : root;
@@ -356,15 +381,25 @@ best_first_tree(const int* ids, const float* log_probs, int depth_max, int width
         }
         return;
     }
-    if (threadIdx.x >= 32) return;
     const Build build = {ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, widths};
     double bound = 0.0;  // no sum is larger
     for (int depth = 0; depth < depth_max; ++depth) bound += static_cast<double>(largest[depth]);
     const int high = static_cast<int>(static_cast<unsigned long long>(__double_as_longlong(bound)) >> 52 & 0x7ffu) - 1022;  // bound < 2^high
+    const int low = bound == 0.0 ? 0 : exponent_low, bits = bound == 0.0 ? 0 : high + 1 - low;
     bool exact = true;
-    const int low = exponent_low;
-    const bool narrow = bound == 0.0 || high + 1 - low <= 62;
-    const int number = narrow ? pop_units(build, memory, bound == 0.0 ? 0 : -low) : pop_wide(build, memory, exact);
+    int number = 0;
+    if (bits <= 30) {
+        int* table = held ? reinterpret_cast<int*>(memory + 9 * ((budget + 32) / 32 * 32)) : nullptr;
+        if (held) {
+            for (int i = threadIdx.x; i < depth_max * width; i += blockDim.x) table[i] = log_probs[i] > minus_infinity() ? static_cast<int>(in_units(log_probs[i], -low)) : 0;
+            __syncthreads();
+        }
+        if (threadIdx.x >= 32) return;
+        number = pop_units<int>(build, memory, table, -low);
+    } else {
+        if (threadIdx.x >= 32) return;
+        number = bits <= 62 ? pop_units<long long>(build, memory, static_cast<const long long*>(nullptr), -low) : pop_wide(build, memory, exact);
+    }
     if (lane == 0) {
         *count = number;
         if (!exact) atomicOr(status, STATUS_INEXACT);

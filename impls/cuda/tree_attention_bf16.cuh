@@ -52,11 +52,13 @@ PARITREE_INLINE void tree_attention_mma(const unsigned short* query, const unsig
     const float scale2 = scale * LOG2_E;
 
     auto load_tile = [&](int start, unsigned short* target) {
-        for (int i = thread; i < KEYS * (WIDTH / 8); i += THREADS) {
-            const int key = i / (WIDTH / 8), column = i % (WIDTH / 8) * 8;
-            const bool valid = start + key < end && is_read(seen, prefix_len, start + key);
-            copy16_async(target + key * STRIDE + column, cache_row(cache, pages, page_size, WIDTH, valid ? start + key : begin) + column, valid);
-        }
+        constexpr int TEAM = THREADS / KEYS;  // threads that share a key
+        const int key = thread / TEAM, first = thread % TEAM * 8;
+        const bool valid = start + key < end && is_read(seen, prefix_len, start + key);
+        const unsigned short* source = cache_row(cache, pages, page_size, WIDTH, valid ? start + key : begin);
+#pragma unroll
+        for (int column = 0; column < WIDTH; column += TEAM * 8)
+            if (WIDTH % (TEAM * 8) == 0 || first + column < WIDTH) copy16_async(target + key * STRIDE + first + column, source + first + column, valid);
     };
 
     if (begin < end) load_tile(begin, tiles);

@@ -136,11 +136,11 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
     float row_max = minus_infinity(), row_sum = 0.0f;
 
     auto load_keys = [&](int start, int from, int count) {
-        for (int i = thread; i < count * (WIDTH / 4); i += THREADS) {
-            const int key = from + i / (WIDTH / 4), column = (i % (WIDTH / 4)) * 4;
+        for (int key = from + warp; key < from + count; key += THREADS / 32) {  // a warp a key
             const bool valid = start + key < end && is_read(seen, prefix_len, start + key);
-            const float* source = cache_row(cache, pages, page_size, WIDTH, valid ? start + key : begin) + column;
-            copy16_async(key_tile + key * KEY_STRIDE + column, source, valid);
+            const float* source = cache_row(cache, pages, page_size, WIDTH, valid ? start + key : begin);
+#pragma unroll
+            for (int column = lane * 4; column < WIDTH; column += 128) copy16_async(key_tile + key * KEY_STRIDE + column, source + column, valid);
         }
     };
     auto load_chunk = [&](float* target, int chunk) {
@@ -164,7 +164,7 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
             copy_wait<0>();
             __syncthreads();  // the keys (and at the first tile the query) have arrived
         }
-#pragma unroll 1
+#pragma unroll(RESIDENT ? 3 : 1)
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             if constexpr (!RESIDENT) {
                 copy_wait<0>();
@@ -261,7 +261,7 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
         }
         // values; keys already used by every warp make room for the next tile, eight at a time
         for (int group = 0; group < KEYS; group += 8) {
-#pragma unroll 2
+#pragma unroll 4
             for (int key = group; key < group + 8; ++key) {
                 const float4 low = *reinterpret_cast<const float4*>(weights + key * WEIGHT_STRIDE + warp * 8);
                 const float4 high = *reinterpret_cast<const float4*>(weights + key * WEIGHT_STRIDE + warp * 8 + 4);

@@ -52,7 +52,8 @@ PARITREE_INLINE void product(float (&d)[N / 2], const Descriptor& a, const Descr
     }
 }
 PARITREE_INLINE void products_begin() {}
-PARITREE_INLINE void products_end() {}
+PARITREE_INLINE void products_commit() {}
+PARITREE_INLINE void products_wait() {}
 PARITREE_INLINE void show_to_tensor_cores() {}
 
 #else
@@ -112,10 +113,8 @@ PARITREE_INLINE void product<256, true>(float (&d)[128], Descriptor a, Descripto
         : "l"(a), "l"(b), "r"(accumulate));
 }
 PARITREE_INLINE void products_begin() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-PARITREE_INLINE void products_end() {
-    asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory");
-}
+PARITREE_INLINE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+PARITREE_INLINE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory"); }
 // shared memory written by ordinary stores and cp.async becomes visible to wgmma; a barrier has to follow
 PARITREE_INLINE void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
@@ -148,11 +147,14 @@ tree_attention_wgmma_bf16(const unsigned short* query, const unsigned short* cac
     const float scale2 = scale * LOG2_E;
 
     auto load_keys = [&](int start, unsigned char* tile) {
-        for (int i = thread; i < KEYS * (WIDTH / 8); i += THREADS) {
-            const int key = i / (WIDTH / 8), unit = i % (WIDTH / 8);
+        // eight threads a key: each takes one 16-byte unit of every chunk
+#pragma unroll
+        for (int key = thread / 8; key < KEYS; key += THREADS / 8) {
             const bool valid = start + key < end && is_read(seen, prefix_len, start + key);
-            copy16_async(tile + unit / 8 * CHUNK_BYTES + swizzled(key, unit % 8),
-                         cache_row(cache, pages, page_size, WIDTH, valid ? start + key : begin) + unit * 8, valid);
+            const unsigned short* source = cache_row(cache, pages, page_size, WIDTH, valid ? start + key : begin) + thread % 8 * 8;
+            unsigned char* target = tile + swizzled(key, thread % 8);
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) copy16_async(target + chunk * CHUNK_BYTES, source + chunk * 64, valid);
         }
     };
     for (int i = thread; i < ROWS * (WIDTH / 8); i += THREADS) {
@@ -175,9 +177,6 @@ tree_attention_wgmma_bf16(const unsigned short* query, const unsigned short* cac
         copy_wait<0>();
         show_to_tensor_cores();
         __syncthreads();  // the tile has arrived, and both warpgroups are done with the other one and with the weights
-        if (start + KEYS < end) load_keys(start + KEYS, key_tiles + (buffer ^ 1) * TILE_BYTES);
-        copy_commit();
-
         float score[16];
         products_begin();
 #pragma unroll
@@ -187,7 +186,10 @@ tree_attention_wgmma_bf16(const unsigned short* query, const unsigned short* cac
 #pragma unroll
             for (int step = 0; step < 4; ++step) product<32, false>(score, moved(a, step * 32), moved(b, step * 32), chunk + step > 0);
         }
-        products_end();
+        products_commit();
+        if (start + KEYS < end) load_keys(start + KEYS, key_tiles + (buffer ^ 1) * TILE_BYTES);  // while the tensor cores work
+        copy_commit();
+        products_wait();
 
         const bool whole = start + KEYS <= min(end, prefix_len);  // every key of the tile is visible to every row
         float top[2] = {row_max[0], row_max[1]};
@@ -232,7 +234,8 @@ tree_attention_wgmma_bf16(const unsigned short* query, const unsigned short* cac
             const Descriptor a = describe(weights, 16, 1024), b = describe(tile + group * 4 * CHUNK_BYTES, CHUNK_BYTES, 1024);
             product<256, true>(sums, moved(a, step * 32), moved(b, step * 2048), 1);
         }
-        products_end();
+        products_commit();
+        products_wait();
     }
     copy_wait<0>();
 

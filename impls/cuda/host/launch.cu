@@ -22,6 +22,7 @@ constexpr int64_t kWorkspaceMax = int64_t{64} << 20;  // bytes, of one attention
 constexpr int64_t kTiledRows = 64, kTiledKeys = 32;
 constexpr int kFewRows = 8, kGroupedRows = 32, kDraftChunk = 4096, kDraftBins = 4096, kDraftSort = 4096, kArgmaxSplits = 64;
 constexpr int64_t kBudgetMax = 1024, kDepthMax = 20;
+constexpr int64_t kSharedPortable = 101376;  // bytes a block on sm_120
 
 bool is_tiled(int64_t kv_rank, int64_t width) { return kv_rank == tiled_f32::RANK && width == tiled_f32::WIDTH; }
 
@@ -283,8 +284,10 @@ void Device::best_first_tree(const int32_t* ids, const float* log_probs, int64_t
                              int32_t* parents, int32_t* node_depths, int32_t* count, int32_t* status) {
   if (budget > kBudgetMax || depths > kDepthMax)
     unsupported("T5: budget ", budget, " and ", depths, " depths are asked for, but these kernels hold ", kBudgetMax, " and ", kDepthMax);
-  LAUNCH(::best_first_tree, {1}, 256, int64_t{72} * round_up(budget + 1, 32), ids, log_probs, narrow(depths), narrow(width), narrow(budget), root, tokens, parents, node_depths, count,
-         status);
+  const int64_t frontier = int64_t{72} * round_up(budget + 1, 32), table = 4 * depths * width;
+  const bool fits = frontier + table <= kSharedPortable - 1024;  // the kernel's own variables: below 1 KiB
+  LAUNCH(::best_first_tree, {1}, 256, frontier + (fits ? table : 0), ids, log_probs, narrow(depths), narrow(width), narrow(budget), root, tokens, parents,
+         node_depths, count, status, fits ? narrow(depths * width) : 0);
 }
 
 void Device::tree_mask(const int32_t* parents, const int32_t* count, int64_t rows, int64_t prefix_len, int32_t* positions, uint32_t* bits) {

@@ -414,7 +414,7 @@ void DeviceSession::attention(const Plan& plan, const Order* order, int64_t laye
     float* q_a_norm = buffer<float>("q_a_norm", rows * c.q_rank);
     matmul(x, rows, c.hidden, of_layer(layer, "q_a"), c.q_rank, q_a);
     tap(taps, order, "q_a", layer, q_a, rows, {rows, c.q_rank});
-    device_.rms_norm(q_a, c.q_rank, of_layer(layer, "q_a_norm"), c.rms_eps, q_a_norm, c.q_rank, rows, c.q_rank);
+    device_.rms_norm(q_a, c.q_rank, of_layer(layer, "q_a_norm"), c.latent_eps, q_a_norm, c.q_rank, rows, c.q_rank);
     tap(taps, order, "q_a_norm", layer, q_a_norm, rows, {rows, c.q_rank});
     matmul(q_a_norm, rows, c.q_rank, of_layer(layer, "q_b"), heads * head_dim, q);
   } else {
