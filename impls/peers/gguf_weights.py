@@ -18,7 +18,7 @@ from spec.engine import Unsupported
 from spec.weights import Provider, checked_tensor, weight_shapes
 
 ARCHITECTURE = "deepseek2"
-GUESSED_LAYERS = (26, 27, 48)  # the loader infers a model family from these counts and overrides what the file says
+GUESSED_LAYERS = (26, 27)  # the loader takes these for the "lite" model without q_lora and does not read the key
 CONTEXT_MAX = 1 << 20  # tokens; written as the trained context where no YaRN section gives one
 
 TOP = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
@@ -41,8 +41,8 @@ def refuse(config: Config) -> None:
         raise Unsupported("a deepseek2 GGUF rotates interleaved pairs; rope_layout 'half' has no key")
     if c.latent_norm_eps != c.rms_eps:
         raise Unsupported(f"a GGUF has one norm eps; latent_eps {c.latent_norm_eps:g} differs from rms_eps {c.rms_eps:g}")
-    if c.layers in GUESSED_LAYERS:
-        raise Unsupported(f"the loader takes {c.layers} layers for a model family of its own and overrides keys of the file")
+    if c.layers in GUESSED_LAYERS and c.q_rank:
+        raise Unsupported(f"the loader takes {c.layers} layers for a model without q_lora and does not read q_lora_rank")
     if sparse and c.groups > 1 and c.group_score == "max":
         raise Unsupported("llama.cpp ranks groups by the sum of their two best; group_score 'max' has no key")
     if sparse and not c.shared_experts:
