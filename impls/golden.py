@@ -20,7 +20,7 @@ from spec.weights import Provider, Weights
 
 # One rounding per operation lies inside every float32 profile; this one is the narrowest that ships.
 PROFILE = dataclasses.replace(PROFILES["float32-strict"], flush_to_zero=False, batch_invariant=True)
-CAPABILITIES = frozenset({"run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "generate", "generate_tree"})
+CAPABILITIES = frozenset({"run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "generate", "generate_tree", "sampling"})
 
 
 class GoldenEngine:

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oracles import sampled
 from oracles.ball import Arithmetic, arithmetic
 from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.noise import Rows, noise
 from oracles.ops.best_first_tree import tree_problem
 from oracles.ops.draft_table import log_softmax
+from oracles.sampled import Draw
 from oracles.tokens import decide, golden_margin
 from spec.engine import Generation, Int, Profile, Round
 from spec.loops import prefill_rows
+from spec.sampling import Sampling
 from spec.script import Answer, Generate
 from spec.tree import TreeError, accept_greedy, best_first_tree, check_structure, cut, draft_table
 
@@ -196,7 +199,7 @@ def _judge_lengths(step: Generate, generations: list[Generation], number: int) -
 def _judge_tokens(
     judge: SessionJudge, step: Generate, generations: list[Generation], number: int, profile: Profile, explain: Explain | None
 ) -> Judgement:
-    """L1: every emitted token is the golden argmax after the engine's own history."""
+    """L1: every emitted token is the golden argmax, or the golden draw, after the engine's own history."""
     streams = [
         np.concatenate([np.asarray(p, np.int32), np.array(g.tokens, np.int32)]) for p, g in zip(step.prompts, generations, strict=True)
     ]
@@ -209,8 +212,9 @@ def _judge_tokens(
     for start, prompt, generation in zip(starts, step.prompts, generations, strict=False):
         want[start + len(prompt) - 1 : start + len(prompt) - 1 + len(generation.tokens)] = True
     golden = judge.model.open().forward(rows, want, frozenset(), lambda name, layer, array: None)
-    due = golden.argmax(-1)
     found = np.concatenate([np.array(g.tokens, np.int64) for g in generations])
+    draws = _draws(step, generations, golden) if step.sampling is not None else []
+    due = golden.argmax(-1) if step.sampling is None else np.array([sampled.due(step.sampling, draw) for draw in draws])
     differing = np.flatnonzero(due != found)
     if not len(differing):
         return Judgement(Verdict.EXACT, "L1", "generate", "stream", RUNG, step=number, checked=emitted)
@@ -223,6 +227,12 @@ def _judge_tokens(
     for at in differing.tolist():
         sequence = int(np.searchsorted(lengths, at, side="right")) - 1
         place = at - int(lengths[sequence])
+        if step.sampling is not None:
+            rivals = [bound.margin_bound(at, int(found[at]), token) for token in range(golden.shape[1]) if token != found[at]]
+            judged.append(_judge_draw(step.sampling, draws[at], int(found[at]), int(due[at]), max(rivals, default=0.0), place, number, emitted))
+            if judged[-1].verdict in FINDINGS:
+                break
+            continue
         margin = float(golden[at, due[at]]) - float(golden[at, found[at]])
         limit = bound.margin_bound(at, int(found[at]), int(due[at]))
         verdict, reason, limit = decide(margin, False, limit)
@@ -243,6 +253,33 @@ def _judge_tokens(
             break
     order = list(Verdict)
     return max(judged, key=lambda j: order.index(j.verdict))
+
+
+def _draws(step: Generate, generations: list[Generation], golden: NDArray[np.float32]) -> list[Draw]:
+    """One per emitted token, in the order of the golden rows."""
+    out: list[Draw] = []
+    for sequence, (prompt, generation) in enumerate(zip(step.prompts, generations, strict=True)):
+        stream = (*np.asarray(prompt).tolist(), *generation.tokens)
+        for place in range(len(prompt), len(stream)):
+            out.append(Draw(golden[len(out)], stream[:place], len(prompt), sequence))
+    return out
+
+
+def _judge_draw(
+    sampling: Sampling, draw: Draw, found: int, due: int, limit: float, place: int, number: int, emitted: int
+) -> Judgement:
+    """A token that is not the golden draw. `limit`: how far honest rounding moves `found` against any other token, at most."""
+    gap = sampled.margin(sampling, draw, found)
+    verdict, reason, limit = decide(gap, False, limit)
+    rule, words = sampled.explanation(sampling, draw, found) if verdict in FINDINGS else ("S3", "")
+    text = (
+        f"sequence {draw.sequence} drew token {found} at {place}, but the spec {due} after the same history with the same noise, by a margin of "
+        f"{gap:.3g}; {words or reason} ({rule})"
+    )
+    return Judgement(
+        verdict, rule, "generate", "stream", RUNG, step=number, token=place, index=(draw.sequence, place), found=float(found), expected=float(due),
+        bound=limit, share=gap / limit if limit else 0.0, checked=emitted, message=text,
+    )  # fmt: skip
 
 
 def _rule_of(generation: Generation, place: int) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec.config import Config, ConfigError
+from spec.sampling import Sampling
 from spec.weights import Provider
 
 Int = NDArray[np.int32]
@@ -88,8 +89,8 @@ class Description:
     version: str
     profile: Profile = field(default_factory=Profile)
     capabilities: frozenset[str] = frozenset()
-    """Of: "run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "free_slots", "generate", "generate_tree"; "log_probs": `forward`
-    answers log-probabilities instead of logits, because the engine shows nothing else."""
+    """Of: "run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "free_slots", "generate", "generate_tree", "sampling" (sessions
+    are `SamplingSession`); "log_probs": `forward` answers log-probabilities instead of logits, because the engine shows nothing else."""
     ops: frozenset[str] = frozenset()
     taps: frozenset[str] = frozenset()
     departures: tuple[Departure, ...] = ()
@@ -201,6 +202,15 @@ class Session(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class SamplingSession(Session, Protocol):
+    """A session of an engine with the capability "sampling"; its noise is prescribed, so that tokens can be compared."""
+
+    def sample(self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits, sampling: Sampling) -> list[Generation]:
+        """`generate` with tokens drawn by the rules S1-S3 and A6: noise keyed by (sampling.seed, index of the prompt, position)."""
+        ...
 
 
 @runtime_checkable

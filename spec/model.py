@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,11 @@ from spec.config import Config
 from spec.engine import Drafter, EngineError, Float, Generation, Int, Limits, Rows, TapSink
 from spec.rotary import POSITION_MAX, Rotary
 from spec.routing import route, router_scores
+from spec.sampling import Sampling
 from spec.weights import Provider, Weights, checked
+
+if TYPE_CHECKING:
+    from spec.schemes import Decider
 
 Tap = Callable[[str, int, NDArray[Any]], None]
 CHUNK = 256  # rows of one forward in sequence_logits: keeps scores of [T, H, S] small; the bits do not depend on it
@@ -333,11 +337,23 @@ class GoldenSession:
 
     def generate(self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits) -> list[Generation]:
         """Decodes on fresh sequences of its own: those of this session stay as they are."""
-        from spec import loops  # imports the session's protocol, not this file; late, because only this method needs it
+        return self._decoded(prompts, drafter, budget, limits, None)
+
+    def sample(self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits, sampling: Sampling) -> list[Generation]:
+        """`generate` with drawn tokens (S1-S3)."""
+        from spec.schemes import Sampler
+
+        return self._decoded(prompts, drafter, budget, limits, Sampler(sampling))
+
+    def _decoded(
+        self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits, decider: Decider | None
+    ) -> list[Generation]:
+        from spec import loops  # imports the session's protocol, not this file; late, because only these methods need it
 
         session = self.model.open()
-        recordings = loops.greedy(session, prompts, limits) if drafter is None else loops.ddtree(session, prompts, drafter, budget, limits)
-        return [loops.generation(recording) for recording in recordings]
+        if drafter is None:
+            return [loops.generation(recording) for recording in loops.sequential(session, prompts, limits, decider)]
+        return [loops.generation(recording) for recording in loops.ddtree(session, prompts, drafter, budget, limits, decider)]
 
     def close(self) -> None:
         self._caches.clear()

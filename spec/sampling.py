@@ -75,7 +75,7 @@ def scaled_logits(sampling: Sampling, logits: Float, history: Sequence[int], pro
     repetition, frequency, presence, temperature, min-p, top-k, top-p. Temperature 0 leaves the best token alone (S2).
     Raises SamplingError for NaN, +inf, or a row of -inf only.
     """
-    z = _penalised(sampling, logits, history, prompt_len)
+    z = penalised(sampling, logits, history, prompt_len)
     if np.isnan(z).any() or (z == np.inf).any() or not (z > -np.inf).any():
         raise SamplingError("a row of logits must be finite or -inf, and hold at least one finite number")
     if sampling.temperature == 0:
@@ -136,7 +136,8 @@ def keyed_uniforms(seed: int, sequence: int, position: int, count: int, purpose:
 # The steps of S1, each in place where it only removes tokens
 
 
-def _penalised(sampling: Sampling, logits: Float, history: Sequence[int], prompt_len: int) -> Wide:
+def penalised(sampling: Sampling, logits: Float, history: Sequence[int], prompt_len: int) -> Wide:
+    """[V] after bias and penalties, before temperature and truncation; arguments as `scaled_logits`."""
     z = logits.astype(np.float64)
     for token, bias in sampling.logit_bias:
         if token >= len(z):

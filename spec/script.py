@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from spec.config import Config
 from spec.engine import Description, Drafter, Generation, Int, Limits, Rows
+from spec.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class Fork:
 
 @dataclass(frozen=True)
 class Generate:
-    """The engine's own loop on fresh sequences 0.. of its own; `drafter` None: autoregressive."""
+    """The engine's own loop on fresh sequences 0.. of its own; `drafter` None: autoregressive; `sampling` None: greedy."""
 
     prompts: tuple[Int, ...]
     drafter: Drafter | None
     budget: int
     limits: Limits
+    sampling: Sampling | None = None
 
 
 Step = Forward | Commit | CacheRows | Evict | Fork | Generate

@@ -19,7 +19,7 @@ from campaigns.isolation import validate
 from campaigns.isolation.chain import TreeChain, TreeJob
 from campaigns.isolation.validate import Malformed
 from spec.config import Config
-from spec.engine import Description, Engine, Limits, Rows, Session, Unsupported
+from spec.engine import Description, Engine, Limits, Rows, SamplingSession, Session, Unsupported
 from spec.script import Answer, CacheRows, Commit, Evict, Failure, Fork, Forward, Generate, OpCall, Script, Step, Trace, WeightsKey
 from spec.taps import all_tap_names
 from spec.weights import Array
@@ -240,6 +240,7 @@ class _Run:
         self._session = session
         self._script = script
         self._taps = frozenset(all_tap_names()) & description.taps if script.taps else frozenset[str]()
+        self._samples = "sampling" in description.capabilities
         self._live: set[int] = set()
 
     def step(self, number: int) -> Answer:
@@ -270,10 +271,15 @@ class _Run:
             case Fork(source, target):
                 self._live.add(target)
                 self._session.fork(source, target)
-            case Generate(prompts, drafter, budget, limits):
+            case Generate(prompts, drafter, budget, limits, sampling):
                 private = Limits(limits.max_new, limits.stop_tokens)
                 with self._lent({str(i): prompt for i, prompt in enumerate(prompts)}) as lent:
-                    value = self._session.generate(list(lent.values()), drafter, budget, private)
+                    if sampling is None:
+                        value = self._session.generate(list(lent.values()), drafter, budget, private)
+                    elif self._samples and isinstance(self._session, SamplingSession):
+                        value = self._session.sample(list(lent.values()), drafter, budget, private, sampling)
+                    else:
+                        raise Unsupported("this engine does not draw tokens with prescribed noise: it lacks the capability `sampling`")
                 answer.generations = validate.generations(value, step, self._script.config)
 
     def _forward(self, step: Forward, answer: Answer) -> None:
