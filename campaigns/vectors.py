@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from campaigns.case import GENERATOR, CaseError, OpCase, SessionCase, to_json
+from campaigns.case import GENERATOR, Case, CaseError, OpCase, SessionCase, to_json
 from campaigns.materialise import op_call, op_call_of
 from campaigns.plan import weights_key
 from campaigns.vectors_suite import SUITES, Suite, TreeVector, session_of, tree_inputs
@@ -71,7 +71,14 @@ def _readable(manifest: Mapping[str, Any]) -> str:
 
 
 def profile_json(name: str) -> dict[str, Any]:
-    return dataclasses.asdict(PROFILES[name])
+    return {"name": name} | sparse(PROFILES[name])
+
+
+def sparse(of: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults: a field that is added later changes no suite that does not use it."""
+    named = {field.name: field for field in dataclasses.fields(of)}
+    body = dataclasses.asdict(of)
+    return {name: value for name, value in body.items() if getattr(of, name) != named[name].default}
 
 
 def suite_hash(entries: list[Entry]) -> str:
@@ -133,9 +140,15 @@ def _op_vector(name: str, case: OpCase) -> tuple[Entry, dict[str, Arrays]]:
     entry = {
         "id": name, "kind": "op", "op": case.op, "summary": f"{record.summary} ({case.regime} values)", "rules": list(record.rules), "params": dict(call.params),
         "inputs": {n: _tensor("inputs", n, a) for n, a in call.inputs.items()},
-        "outputs": {n: _tensor("outputs", n, golden[n]) for n in call.outputs}, "case": json.loads(to_json(case)),
+        "outputs": {n: _tensor("outputs", n, golden[n]) for n in call.outputs}, "case": _recipe(case),
     }  # fmt: skip
     return entry, {"file": _prefixed("inputs", call.inputs) | _prefixed("golden", golden)}
+
+
+def _recipe(case: Case) -> Entry:
+    """The case without fields at their defaults, as `campaigns.case.from_json` reads it."""
+    kept = {"kind", "schema", "generator"} | set(sparse(case))
+    return {name: value for name, value in json.loads(to_json(case)).items() if name in kept}
 
 
 def _tensor(prefix: str, name: str, array: NDArray[Any]) -> Entry:
@@ -219,7 +232,7 @@ def _session_vector(name: str, case: SessionCase) -> tuple[Entry, dict[str, Arra
     weights = dict(weights_for(script.config, weights_key(case)))
     entry = {
         "id": name, "kind": "session", "summary": _summary(case), "rules": ["N2", "N3", "C1", "C2", "C3", "K1", "K2", "K3", "A1", "L1"],
-        "config": dataclasses.asdict(script.config), "parameters": as_parameters(script.config), "steps": steps, "case": json.loads(to_json(case)),
+        "config": sparse(script.config), "parameters": as_parameters(script.config), "steps": steps, "case": _recipe(case),
     }  # fmt: skip
     return entry, {"file": _prefixed("inputs", inputs) | _prefixed("golden", outputs), "weights": weights}
 
@@ -238,7 +251,9 @@ def step_json(number: int, step: Any, inputs: Arrays) -> Entry:
 
     match step:
         case Forward(rows, want, phase):
-            tensors = stored(sequence=rows.sequence, token=rows.token, position=rows.position, parent=rows.parent, want=want.astype(np.uint8))
+            tensors = stored(
+                sequence=rows.sequence, token=rows.token, position=rows.position, parent=rows.parent, want=want.astype(np.uint8)
+            )
             return {"do": "forward", "phase": phase} | tensors
         case Commit(sequence, path):
             return {"do": "commit", "sequence": sequence} | stored(path=path)

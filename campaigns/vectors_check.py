@@ -245,7 +245,9 @@ def _answer(number: int, step: Any, script: Script, outputs: Arrays, description
         if isinstance(step, Forward):
             answer = _forward(step, script, own)
         elif isinstance(step, CacheRows):
-            answer = Answer(cache=validate.array_of(_need(own, "cache"), "cache", "float32", (script.config.layers, None, script.config.cache_dim)))
+            answer = Answer(
+                cache=validate.array_of(_need(own, "cache"), "cache", "float32", (script.config.layers, None, script.config.cache_dim))
+            )
         elif isinstance(step, Generate):
             answer = Answer(generations=_generations(step, script, own))
         else:

@@ -140,9 +140,7 @@ _CHAIN: tuple[Node, ...] = ((0, 1), (0, 1))
 _LOOP = GenerateCase("table", 7, 0, -1, 6, 3, 12, -1)
 
 _SESSIONS = {
-    "sigmoid": SessionCase(
-        "tiny", _TINY, 49, "ordinary", ((5, 1), (8, 2)), ((_BRANCHING, _CHAIN), (_CHAIN, _BRANCHING)), 0, True, _LOOP
-    ),
+    "sigmoid": SessionCase("tiny", _TINY, 49, "ordinary", ((5, 1), (8, 2)), ((_BRANCHING, _CHAIN), (_CHAIN, _BRANCHING)), 0, True, _LOOP),
     "softmax": SessionCase("tiny-softmax", _SOFTMAX, 49, "ordinary", ((7, 3),), ((_BRANCHING,), (_BRANCHING,)), 3, True, _LOOP),
 }
 
