@@ -89,6 +89,7 @@ class SessionCase:
     generate: GenerateCase | None = None
     hazards: tuple[str, ...] = ()
     checkpoint: str = ""  # a folder in Hugging Face layout instead of preset, overrides, weights_seed and regime
+    relation: str = ""  # a second run in another legal way, whose logits must agree: campaigns/relations.py
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,14 @@ from hypothesis.database import ExampleDatabase
 from campaigns import strategies
 from campaigns.case import Case
 from campaigns.hazards import HAZARDS
+from campaigns.relations import RECIPES
 from campaigns.trial import Outcome
 from spec.engine import Description
 
 BATCH = {"op": 16, "tree": 16, "session": 8}  # at most; operations share one trip, sessions one open model
 BYTES = 8_000  # of entropy per batch, more than any draws (Hypothesis reads 8 KiB at most)
 SESSION_HAZARDS = ("views", "freed", "repeat")  # what the worker does to the arrays of a script
+RELATION_EVERY, RELATION_EVERY_BLIND = 15, 3  # sessions without a relation for each one with: taps prove more, and cost less
 SMALL_SHARE = 0.1  # of the trials of a campaign that is known to be at least this long: easy bugs are met small
 SMALL_MAX = 600
 
@@ -42,6 +44,7 @@ class Diet:
     session_hazards: tuple[str, ...] = ()
     mix: tuple[tuple[str, float], ...] = tuple(strategies.MIX.items())
     checkpoint: str = ""  # a folder that some sessions load
+    relations: tuple[str, ...] = ("",)  # what sessions are run a second time for; one is drawn per session, "" is none
     preset: str = ""  # of the other sessions; empty: all that the generator knows
 
     def shares(self) -> dict[str, float]:

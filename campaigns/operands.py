@@ -353,6 +353,10 @@ def _argmax(r: Recipe) -> Inputs:
     if r.regime == "ties" and r["V"] > 1:
         columns = r.rng("columns").integers(0, r["V"], 2)
         logits[:, columns] = logits.max(axis=-1, keepdims=True)
+    if r.regime == "extreme":  # masked vocabularies: some tokens, or all of a row, are impossible
+        masked = r.rng("masked")
+        logits = np.where(masked.random(logits.shape) < 0.3, np.float32(-np.inf), logits)
+        logits[masked.random(r["T"]) < 0.3] = -np.inf
     return {"logits": logits.astype(np.float32)}
 
 

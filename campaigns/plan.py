@@ -162,6 +162,9 @@ class Planner:
             paths[self.late] = np.arange(len(tokens[self.late]), dtype=np.int32)
             self.lengths[self.late] = 0
             self.late = -1
+        self.submit(number, tokens, parents, paths)
+
+    def submit(self, number: int, tokens: dict[int, Int], parents: dict[int, Int], paths: dict[int, Int]) -> None:
         self.forward(tokens, parents, "tree" if any(len(p) > 1 for p in parents.values()) else "decode")
         for sequence, path in paths.items():
             self.commit(sequence, path)

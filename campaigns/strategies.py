@@ -220,6 +220,7 @@ OVERRIDES: tuple[Bundle, ...] = (
     (("hidden", 33), ("dense_dim", 31), ("expert_dim", 9)),
     (("top_k", 8),),
     (("vocab", 65),),
+    (("vocab", 12),),
 )
 PLAN_HAZARDS = ("fork", "evict", "late", "interleaved")
 
@@ -281,11 +282,15 @@ def models(draw: Draw, size: str, checkpoint: str = "", only: str = "") -> Model
 
 
 @st.composite
-def sessions_of(draw: Draw, model: Model, size: str, loops: bool, hazards: tuple[str, ...]) -> SessionCase:
+def sessions_of(
+    draw: Draw, model: Model, size: str, loops: bool, hazards: tuple[str, ...], relations: tuple[str, ...] = ("",)
+) -> SessionCase:
     small = size == "small"
     count = draw(_pick((1, 2) if small else (1, 2, 2, 3)))
     length = _pick((1, 2, 3, 4) if small else (1, 2, 3, 5, 7, 8, 9, 13, 17))
     name, overrides, seed, regime, checkpoint = model
+    loop = draw(_generate(size)) if loops and draw(_int(0, 3)) == 0 else None
+    relation = draw(_pick(relations))
     return SessionCase(
         preset=name,
         overrides=overrides,
@@ -295,9 +300,10 @@ def sessions_of(draw: Draw, model: Model, size: str, loops: bool, hazards: tuple
         rounds=tuple(tuple(draw(_tree(4 if small else 9)) for _ in range(count)) for _ in range(draw(_int(1, 2 if small else 3)))),
         chunk=draw(_pick((0, 1, 2) if small else (0, 0, 0, 3, 4, 7))),
         mixed=draw(_pick((True, True, True, False))),
-        generate=draw(_generate(size)) if loops and draw(_int(0, 3)) == 0 else None,
+        generate=loop,
         hazards=draw(_hazards(hazards)),
         checkpoint=checkpoint,
+        relation="" if relation == "budget" and loop is None else relation,
     )
 
 
@@ -317,7 +323,7 @@ def session_batches(
     """Sessions that share one model, so that weights are made and the engine is opened once for all of them. Full ones are in the frozen mix."""
 
     def of_model(model: Model) -> st.SearchStrategy[list[SessionCase]]:
-        one = sessions_of(model, size, loops, hazards)
+        one = sessions_of(model, size, loops, hazards, relations)
         return st.lists(one.map(lengthened) if size == "full" else one, min_size=1, max_size=most)
 
     return models(size, checkpoint, only).flatmap(of_model)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from impls.blocked.points import Bool, Float, Site
-from impls.planted.planting import ROUTE, also, bf16, plant
+from impls.planted.planting import ANY, ROUTE, also, bf16, plant
 from spec.config import Config
 
 Ids = NDArray[np.int64]
@@ -71,7 +71,7 @@ def last_block_of_terms_dropped(site: Site, name: str, x: Float, w: Float) -> Fl
     "operand",
     "k",
     "K03 cupy/cupy/issues/9233",
-    (*PRODUCTS, "rms_norm", "softmax"),
+    ANY,  # whatever operation gets such an operand first
     "a tied head, or transposed operands",
     needs=["tied"],
 )
@@ -87,7 +87,7 @@ def transposed_view_as_contiguous(site: Site, array: NDArray[np.generic]) -> NDA
     "operand",
     "k",
     "K04 cupy/cupy/issues/7267",
-    (*PRODUCTS, "rms_norm", "softmax"),
+    ANY,  # whatever operation gets such an operand first
     "operands that are slices",
     needs=["views", "op"],
 )

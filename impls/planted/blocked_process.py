@@ -45,7 +45,7 @@ def barrier_never_reached_at_five_rows(site: Site, name: str, x: Float, w: Float
     "row_slots",
     "j",
     "J09 vllm-project/vllm/issues/40756",
-    ("compact", "scores", "matmul"),
+    ("compact", "scores", *ANYWHERE),
     "more than 24 rows in one sequence",
     needs=["long"],
 )
@@ -56,7 +56,7 @@ def index_beyond_the_allocation_aborts(site: Site, pages: NDArray[np.int64], row
     return out
 
 
-@plant("K11", "keep", "j", "K11 kvcache-ai/ktransformers/pull/2037", ("compact", "K1"), "a second commit on one session", needs=["rounds"])
+@plant("K11", "keep", "j", "K11 kvcache-ai/ktransformers/pull/2037", ("compact", "K1", "commit", *ANYWHERE), "a second commit on one session", needs=["rounds"])
 def argument_freed_after_the_first_replay(site: Site, path: Sequence[int], pending: int) -> Sequence[int]:
     site.memory["commits"] = site.memory.get("commits", 0) + 1
     if site.memory["commits"] > 1:
@@ -70,7 +70,7 @@ def argument_freed_after_the_first_replay(site: Site, path: Sequence[int], pendi
     "argmax",
     "j",
     "D12 kvcache-ai/ktransformers/commit/ec03bcbd7f0451d6a8d1078a28575637bbcf9ff1",
-    ("argmax",),
+    ("argmax", *ANYWHERE),
     "three rows that want logits",
 )
 def process_exits_quietly(site: Site, logits: Float) -> NDArray[np.int32]:

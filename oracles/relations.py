@@ -1,0 +1,199 @@
+"""Two runs of one engine that must agree: rows that see the same tokens have the same logits, whatever was beside them.
+
+Three kinds of equality. Bit for bit where shapes, rows and expert counts are the same in both runs, or the profile claims batch invariance. Otherwise
+both runs may round differently: each is allowed the statistical bound of `oracles.noise` (two of them, by the triangle inequality), and rows
+that honest rounding may route to other experts are left open. Without a model of the engine's size no bound is known: then only bits are judged
+and everything else is UNVERIFIED, with the largest difference that was seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oracles.compare import close_number
+from oracles.generation import RUNG
+from oracles.history import History, replay
+from oracles.judgement import Judgement, Verdict
+from oracles.noise import Noise, Rows, noise
+from oracles.walk import JudgeModel
+from spec.engine import Profile
+from spec.script import Forward, Generate, Script, Step, Trace
+
+BITS, CLOSE = "bit for bit", "within rounding"
+
+
+@dataclass(frozen=True)
+class Relation:
+    """`rule`: what is broken where it does not hold; `equality`: BITS or CLOSE; `statement` completes "must hold: ..."."""
+
+    name: str
+    rule: str
+    equality: str
+    statement: str
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The rows with logits of one run: what each sees, and its logits [rows, V]."""
+
+    history: History
+    logits: NDArray[np.float32]
+    contexts: tuple[bytes, ...]
+
+
+def judge_relation(
+    relation: Relation, first: tuple[Script, Trace], second: tuple[Script, Trace], profile: Profile, model: JudgeModel | None
+) -> list[Judgement]:
+    """At most two judgements: of logits, and for `budget` of the streams. Empty where a run answered nothing comparable: failures are the
+    business of the session's own judge."""
+    if relation.name == "budget":
+        return _streams(relation, first, second)
+    one, two = _run(*first), _run(*second)
+    if one is None or two is None:
+        return []
+    place = {context: row for row, context in enumerate(two.contexts)}
+    pairs = np.array([(row, place[context]) for row, context in enumerate(one.contexts) if context in place], np.intp).reshape(-1, 2)
+    fields: dict[str, Any] = {"op": "forward", "tap": f"relation {relation.name}", "checked": len(pairs) * one.logits.shape[1]}
+    if not len(pairs) or one.logits.shape[1] != two.logits.shape[1]:
+        text = f"the relation {relation.name} compares nothing here"
+        return [Judgement(Verdict.UNVERIFIED, relation.rule, rung="decode", message=text, **fields)]
+    a, b = one.logits[pairs[:, 0]], two.logits[pairs[:, 1]]
+    if relation.equality == BITS or profile.batch_invariant:
+        return [_bits(relation, one, pairs, a, b, fields)]
+    bound = None
+    if model is not None:
+        h = one.history
+        bound = noise(model, Rows(h.token, h.position, h.visible, h.wanted), profile)
+    return [_close(relation, one, pairs, a, b, bound, fields)]
+
+
+def _run(script: Script, trace: Trace) -> Run | None:
+    """None where a batch has no finite answer of the right shape."""
+    answered: list[tuple[int, Step]] = [
+        (number, step) for number, (step, answer) in enumerate(zip(script.steps, trace.answers, strict=False)) if answer.failure is None
+    ]
+    parts = []
+    for number, step in answered:
+        if isinstance(step, Forward):
+            logits = trace.answers[number].logits
+            wanted = int(np.count_nonzero(step.want_logits))
+            if wanted and (logits is None or logits.shape != (wanted, script.config.vocab)):
+                return None
+            if wanted and logits is not None:
+                parts.append(logits)
+    history = replay(answered)
+    if not parts or len(history.wanted) != sum(len(part) for part in parts):
+        return None
+    return Run(history, np.concatenate(parts), tuple(_context(history, int(row)) for row in history.wanted))
+
+
+def _context(history: History, row: int) -> bytes:
+    """The tokens that a row sees, by position: all that its logits may depend on."""
+    seen = np.flatnonzero(history.visible[row])
+    order = np.argsort(history.position[seen], kind="stable")
+    out: bytes = history.token[seen[order]].astype(np.int32).tobytes()
+    return out
+
+
+def _bits(relation: Relation, run: Run, pairs: NDArray[np.intp], a: Any, b: Any, fields: dict[str, Any]) -> Judgement:
+    wrong = (np.ascontiguousarray(a).view(np.uint32) != np.ascontiguousarray(b).view(np.uint32)).any(1)
+    if not wrong.any():
+        return Judgement(Verdict.EXACT, relation.rule, rung=_rung(run, int(pairs[0, 0])), **fields)
+    at = int(np.flatnonzero(wrong)[0])
+    column = int(np.flatnonzero(a[at].view(np.uint32) != b[at].view(np.uint32))[0])
+    return _defect(relation, run, int(pairs[at, 0]), column, float(a[at, column]), float(b[at, column]), 0.0, "bit for bit", fields)
+
+
+def _close(
+    relation: Relation, run: Run, pairs: NDArray[np.intp], a: Any, b: Any, bound: Noise | None, fields: dict[str, Any]
+) -> Judgement:  # fmt: skip
+    with np.errstate(invalid="ignore"):
+        difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    same_bits = np.ascontiguousarray(a).view(np.uint32) == np.ascontiguousarray(b).view(np.uint32)
+    difference = np.where(same_bits, 0.0, np.where(np.isfinite(difference), difference, np.inf))
+    if bound is None:
+        worst = float(difference.max(initial=0.0))
+        verdict = Verdict.EXACT if same_bits.all() else Verdict.UNVERIFIED
+        text = "" if verdict is Verdict.EXACT else f"the runs differ by at most {worst:.2g}; without a model of this size no bound is known"
+        return Judgement(verdict, relation.rule, rung=_rung(run, int(pairs[0, 0])), message=text, **fields)
+    limit = 2 * bound.bound[pairs[:, 0]]
+    decided = bound.decided[pairs[:, 0]]
+    share = np.where(decided[:, None], difference / limit, 0.0)
+    at, column = (int(i) for i in np.unravel_index(int(share.argmax()), share.shape))
+    top = float(share[at, column])
+    if top > 1:
+        how = f"within {limit[at, column]:.1g}, statistical"
+        return _defect(
+            relation, run, int(pairs[at, 0]), column, float(a[at, column]), float(b[at, column]), float(limit[at, column]), how, fields
+        )
+    open_rows = int((~decided).sum())
+    text = "the runs agree within the statistical bound, which is no proof" + (
+        f"; {open_rows} rows may route otherwise" if open_rows else ""
+    )
+    verdict = Verdict.EXACT if same_bits.all() else Verdict.UNVERIFIED
+    return Judgement(
+        verdict,
+        relation.rule,
+        rung=_rung(run, int(pairs[at, 0])),
+        share=top,
+        message=text if verdict is Verdict.UNVERIFIED else "",
+        **fields,
+    )
+
+
+def _rung(run: Run, row: int) -> str:
+    return run.history.rung_of(int(run.history.wanted[row]))
+
+
+def _defect(
+    relation: Relation, run: Run, row: int, column: int, found: float, due: float, limit: float, how: str, fields: dict[str, Any]
+) -> Judgement:
+    history = run.history
+    own = int(history.wanted[row])
+    step, of_batch = int(history.step[own]), int(history.row[own])
+    text = (
+        f"the logit of token {column} in row {of_batch} of step {step} is {close_number(found, due)}, and {close_number(due, found)} when the same "
+        f"tokens are run the other way ({how}): {relation.statement} ({relation.rule})"
+    )
+    share = abs(found - due) / limit if limit and np.isfinite(found - due) else float("inf")
+    verdict = Verdict.DEFECT if np.isfinite(found) else Verdict.NONFINITE
+    return Judgement(
+        verdict, relation.rule, rung=_rung(run, row), step=step, token=of_batch, index=(row - _first(history, own), column), found=found, expected=due,
+        bound=limit, share=share, message=text, **fields,
+    )  # fmt: skip
+
+
+def _first(history: History, row: int) -> int:
+    return history.batches[int(history.batch[row])].wanted_start
+
+
+# ---- nesting in the budget -----------------------------------------------------------------------------------------------------------
+
+
+def _streams(relation: Relation, first: tuple[Script, Trace], second: tuple[Script, Trace]) -> list[Judgement]:
+    """The smaller tree of the first round is the beginning of the larger one (T3, T5); a stream that differs is left to the tokens' judge."""
+    one, two = (_generations(*run) for run in (first, second))
+    if one is None or two is None:
+        return []
+    (number, large), (_, small) = one, two
+    fields: dict[str, Any] = {"op": "best_first_tree", "tap": "relation budget", "rung": RUNG, "step": number, "checked": len(large)}
+    for sequence, (more, less) in enumerate(zip(large, small, strict=False)):
+        if not more.rounds or not less.rounds or more.tokens[:1] != less.tokens[:1]:
+            continue
+        a, b = more.rounds[0], less.rounds[0]
+        count = len(b.tokens)
+        if a.tokens[:count] != b.tokens or a.parents[:count] != b.parents:
+            text = f"sequence {sequence}: the tree of the smaller budget, {list(b.tokens)}, does not begin the larger one, {list(a.tokens)} ({relation.rule})"
+            return [Judgement(Verdict.DEFECT, relation.rule, token=sequence, share=float("inf"), message=text, **fields)]
+    return [Judgement(Verdict.EXACT, relation.rule, **fields)]
+
+
+def _generations(script: Script, trace: Trace) -> tuple[int, list[Any]] | None:
+    for number, (step, answer) in enumerate(zip(script.steps, trace.answers, strict=False)):
+        if isinstance(step, Generate) and answer.generations is not None and answer.failure is None:
+            return number, answer.generations
+    return None
