@@ -78,6 +78,7 @@ def diet_of(description: Description, *, hazards: bool = True, views: bool = Tru
         ),
         checkpoint=checkpoint,
         preset=preset,
+        relations=("",) * (RELATION_EVERY if "taps" in can else RELATION_EVERY_BLIND) * len(RECIPES) + tuple(RECIPES),
     )
 
 
@@ -186,6 +187,12 @@ def batch_strategy(diet: Diet, kind: str, size: str) -> st.SearchStrategy[Any]:
         one = strategies.tree_cases(size, diet.op_hazards)
     else:
         return strategies.session_batches(
-            size, BATCH[kind], loops=diet.loops, hazards=diet.session_hazards, checkpoint=diet.checkpoint, only=diet.preset
+            size,
+            BATCH[kind],
+            loops=diet.loops,
+            hazards=diet.session_hazards,
+            checkpoint=diet.checkpoint,
+            only=diet.preset,
+            relations=diet.relations,
         )
     return st.lists(one, min_size=1, max_size=BATCH[kind])

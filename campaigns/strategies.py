@@ -318,7 +318,14 @@ def frozen_sessions(*, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZAR
 
 
 def session_batches(
-    size: str, most: int, *, loops: bool = True, hazards: tuple[str, ...] = PLAN_HAZARDS, checkpoint: str = "", only: str = ""
+    size: str,
+    most: int,
+    *,
+    loops: bool = True,
+    hazards: tuple[str, ...] = PLAN_HAZARDS,
+    checkpoint: str = "",
+    only: str = "",
+    relations: tuple[str, ...] = ("",),
 ) -> st.SearchStrategy[list[SessionCase]]:
     """Sessions that share one model, so that weights are made and the engine is opened once for all of them. Full ones are in the frozen mix."""
 

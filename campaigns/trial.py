@@ -19,11 +19,12 @@ from campaigns.materialise import op_call, session_script, tree_job, weights_for
 from campaigns.operands import REFUSED
 from campaigns.probes import PROBE, PROBES
 from campaigns.relations import twin
+from oracles.answers import of_failure
 from oracles.audit import judge_height, judge_precision
 from oracles.judge import judge_op
 from oracles.judgement import RUNGS, Judgement, Verdict, worst
 from oracles.relations import judge_relation
-from oracles.session import SessionJudge, of_failure
+from oracles.session import SessionJudge
 from spec.config import Config
 from spec.engine import Description, Profile
 from spec.model import GoldenModel
