@@ -174,5 +174,7 @@ def twin(case: SessionCase, departures: Sequence[Departure] = ()) -> tuple[Relat
     if case.relation not in RECIPES:
         raise CaseError(f"there is no relation {case.relation!r}: choose one of {', '.join(RECIPES)}")
     relation, recipe = RECIPES[case.relation]
-    plain = dataclasses.replace(case, relation="", hazards=(), generate=case.generate if case.relation == "budget" else None)
+    # the same batches need the same hazards; elsewhere they would only be in the way
+    kept = case.hazards if relation.equality == BITS else ()
+    plain = dataclasses.replace(case, relation="", hazards=kept, generate=case.generate if case.relation == "budget" else None)
     return relation, recipe(plain, departures)

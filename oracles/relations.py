@@ -55,8 +55,7 @@ def judge_relation(
     one, two = _run(*first), _run(*second)
     if one is None or two is None:
         return []
-    place = {context: row for row, context in enumerate(two.contexts)}
-    pairs = np.array([(row, place[context]) for row, context in enumerate(one.contexts) if context in place], np.intp).reshape(-1, 2)
+    pairs = _pairs(one, two, relation.equality == BITS)
     fields: dict[str, Any] = {"op": "forward", "tap": f"relation {relation.name}", "checked": len(pairs) * one.logits.shape[1]}
     if not len(pairs) or one.logits.shape[1] != two.logits.shape[1]:
         text = f"the relation {relation.name} compares nothing here"
@@ -69,6 +68,16 @@ def judge_relation(
         h = one.history
         bound = noise(model, Rows(h.token, h.position, h.visible, h.wanted), profile)
     return [_close(relation, one, pairs, a, b, bound, fields)]
+
+
+def _pairs(one: Run, two: Run, same_shapes: bool) -> NDArray[np.intp]:
+    """[n, 2] rows of both runs that see the same tokens. With the same batches a row is itself: two sequences with equal tokens lie elsewhere."""
+    if same_shapes:
+        return np.array(
+            [(row, row) for row, context in enumerate(one.contexts) if two.contexts[row : row + 1] == (context,)], np.intp
+        ).reshape(-1, 2)
+    place = {context: row for row, context in enumerate(two.contexts)}
+    return np.array([(row, place[context]) for row, context in enumerate(one.contexts) if context in place], np.intp).reshape(-1, 2)
 
 
 def _run(script: Script, trace: Trace) -> Run | None:
