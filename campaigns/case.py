@@ -58,7 +58,7 @@ if it reaches the parent and no earlier sibling was hit."""
 @dataclass(frozen=True)
 class GenerateCase:
     """The engine's own loop. `drafter`: "random", "noisy", "table", "chain"; `stop_at`: the token that the golden stream emits at this
-    index is declared a stop token (-1: none)."""
+    index is declared a stop token (-1: none). `sampling`: fields of spec.sampling.Sampling but its seed, which is `seed`; (): greedy."""
 
     drafter: str
     seed: int
@@ -68,6 +68,7 @@ class GenerateCase:
     block_len: int
     max_new: int
     stop_at: int
+    sampling: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)

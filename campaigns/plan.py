@@ -20,6 +20,7 @@ from impls.checkpoint import CheckpointError
 from spec.config import Config, ConfigError, Yarn, preset
 from spec.drafters import ChainDrafter, DrafterError, NoisyTargetDrafter, RandomDrafter, TableDrafter
 from spec.engine import Departure, Drafter, Int, Limits, Rows, departed
+from spec.sampling import Sampling, SamplingError
 from spec.script import CacheRows, Commit, Evict, Fork, Forward, Generate, Script, Step, WeightsKey
 from spec.weights import philox
 
@@ -240,11 +241,23 @@ def generate_step(config: Config, case: SessionCase) -> Generate:
     assert generate is not None
     prompts = tuple(prompt_tokens(config, length, seed) for length, seed in case.prompts)
     stops: tuple[int, ...] = ()
-    golden = _golden_tokens(config, weights_key(case), case.prompts, generate.max_new) if _needs_golden(generate) else ()
+    sampling = sampling_of(generate)
+    golden = _golden_tokens(config, weights_key(case), case.prompts, generate.max_new, sampling) if _needs_golden(generate) else ()
     if generate.stop_at >= 0 and golden and generate.stop_at < len(golden[0]):
         stops = (golden[0][generate.stop_at],)
     drafter = drafter_of(config, generate, prompts, golden)
-    return Generate(prompts, drafter, generate.budget, Limits(generate.max_new, stops))
+    return Generate(prompts, drafter, generate.budget, Limits(generate.max_new, stops), sampling)
+
+
+def sampling_of(generate: GenerateCase) -> Sampling | None:
+    """None: greedy. Raises CaseError for a field or value that Sampling does not have."""
+    if not generate.sampling:
+        return None
+    whole = {name: int(value) if name == "top_k" else value for name, value in generate.sampling}
+    try:
+        return Sampling(**whole, seed=generate.seed)  # type: ignore[arg-type]
+    except (SamplingError, TypeError) as problem:
+        raise CaseError(f"the sampling of the case cannot be: {problem}") from None
 
 
 def _needs_golden(generate: GenerateCase) -> bool:
@@ -252,12 +265,16 @@ def _needs_golden(generate: GenerateCase) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _golden_tokens(config: Config, key: WeightsKey, prompts: tuple[tuple[int, int], ...], max_new: int) -> tuple[tuple[int, ...], ...]:
-    from spec.loops import greedy
+def _golden_tokens(
+    config: Config, key: WeightsKey, prompts: tuple[tuple[int, int], ...], max_new: int, sampling: Sampling | None
+) -> tuple[tuple[int, ...], ...]:
+    from spec.loops import sequential
     from spec.model import GoldenModel
+    from spec.schemes import Sampler
 
     session = GoldenModel(config, weights_for(config, key)).open()
-    recordings = greedy(session, [prompt_tokens(config, *prompt) for prompt in prompts], Limits(max_new))
+    decider = None if sampling is None else Sampler(sampling)
+    recordings = sequential(session, [prompt_tokens(config, *prompt) for prompt in prompts], Limits(max_new), decider)
     return tuple(recording.tokens for recording in recordings)
 
 

@@ -6,6 +6,7 @@ differing token does not hide what follows. Draft trees are recomputed from the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -229,8 +230,15 @@ def _judge_tokens(
         place = at - int(lengths[sequence])
         if step.sampling is not None:
             rivals = [bound.margin_bound(at, int(found[at]), token) for token in range(golden.shape[1]) if token != found[at]]
-            judged.append(_judge_draw(step.sampling, draws[at], int(found[at]), int(due[at]), max(rivals, default=0.0), place, number, emitted))
-            if judged[-1].verdict in FINDINGS:
+            judgement = _judge_draw(
+                step.sampling, draws[at], int(found[at]), int(due[at]), max(rivals, default=0.0), place, number, emitted
+            )
+            judged.append(judgement)
+            if judgement.verdict in FINDINGS:
+                rule, words = sampled.explanation(step.sampling, draws, found.tolist())
+                judged[-1] = dataclasses.replace(
+                    judgement, rule=rule, message=f"{judgement.message}; {words} ({rule})" if words else judgement.message
+                )
                 break
             continue
         margin = float(golden[at, due[at]]) - float(golden[at, found[at]])
@@ -265,19 +273,16 @@ def _draws(step: Generate, generations: list[Generation], golden: NDArray[np.flo
     return out
 
 
-def _judge_draw(
-    sampling: Sampling, draw: Draw, found: int, due: int, limit: float, place: int, number: int, emitted: int
-) -> Judgement:
+def _judge_draw(sampling: Sampling, draw: Draw, found: int, due: int, limit: float, place: int, number: int, emitted: int) -> Judgement:
     """A token that is not the golden draw. `limit`: how far honest rounding moves `found` against any other token, at most."""
     gap = sampled.margin(sampling, draw, found)
     verdict, reason, limit = decide(gap, False, limit)
-    rule, words = sampled.explanation(sampling, draw, found) if verdict in FINDINGS else ("S3", "")
     text = (
         f"sequence {draw.sequence} drew token {found} at {place}, but the spec {due} after the same history with the same noise, by a margin of "
-        f"{gap:.3g}; {words or reason} ({rule})"
+        f"{gap:.3g}; {reason} (S3)"
     )
     return Judgement(
-        verdict, rule, "generate", "stream", RUNG, step=number, token=place, index=(draw.sequence, place), found=float(found), expected=float(due),
+        verdict, "S3", "generate", "stream", RUNG, step=number, token=place, index=(draw.sequence, place), found=float(found), expected=float(due),
         bound=limit, share=gap / limit if limit else 0.0, checked=emitted, message=text,
     )  # fmt: skip
 

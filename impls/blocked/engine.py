@@ -20,7 +20,7 @@ from spec.weights import Provider
 Inputs = Mapping[str, NDArray[Any]]
 Params = Mapping[str, int | float]
 Outputs = dict[str, Any]
-CAPABILITIES = frozenset({"run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "generate", "generate_tree"})
+CAPABILITIES = frozenset({"run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "generate", "generate_tree", "sampling"})
 
 
 class BlockedEngine:

@@ -17,6 +17,7 @@ from impls.blocked.cache import PagedCache
 from impls.blocked.points import Float, Int, Overrides, Points, Span, with_overrides
 from spec.config import Config
 from spec.engine import Drafter, EngineError, Generation, Limits, Round, Rows, TapSink
+from spec.sampling import Sampling
 from spec.weights import Provider, checked
 
 
@@ -226,10 +227,19 @@ class BlockedSession:
 
     def generate(self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits) -> list[Generation]:
         """The engine's own loop on a cache of its own; without a drafter every tree is its root alone."""
+        return self._decode(prompts, drafter, budget, limits, None)
+
+    def sample(self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits, sampling: Sampling) -> list[Generation]:
+        """`generate` with drawn tokens. Raises EngineError for a row that is no distribution."""
+        return self._decode(prompts, drafter, budget, limits, sampling)
+
+    def _decode(
+        self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits, sampling: Sampling | None
+    ) -> list[Generation]:
         if any(len(prompt) == 0 for prompt in prompts):
             raise EngineError("a prompt needs at least one token")
         inner = BlockedSession(self._config, self._weights.__getitem__, self._overrides)
-        streams = [_Stream(number, prompt.tolist(), limits) for number, prompt in enumerate(prompts)]
+        streams = [_Stream(number, prompt.tolist(), limits, sampling) for number, prompt in enumerate(prompts)]
         if limits.max_new > 0 and streams:
             inner._prefill(streams)
         while active := [stream for stream in streams if stream.end is None]:
@@ -237,10 +247,11 @@ class BlockedSession:
         return [stream.generation(drafter is not None) for stream in streams]
 
     def _prefill(self, streams: Sequence[_Stream]) -> None:
-        choices = self._choose([(s.number, s.history, list(range(-1, len(s.history) - 1)), list(range(len(s.history)))) for s in streams])
-        for stream, choice in zip(streams, choices, strict=True):
+        batch = [(s.number, s.history, list(range(-1, len(s.history) - 1)), list(range(len(s.history)))) for s in streams]
+        for stream, (choice, logits) in zip(streams, self._choose(batch), strict=True):
             self._cache.commit(stream.number, range(len(stream.history)))
-            stream.emit(self._points, [choice[-1]])
+            drawn = self._drawn(stream, [stream.history[-1]], [-1], logits[-1:])
+            stream.emit(self._points, [choice[-1] if drawn is None else drawn[0]])
 
     def _round(self, streams: Sequence[_Stream], drafter: Drafter | None, budget: int) -> None:
         """One tree of each stream in one batch, then acceptance and commit."""
@@ -250,8 +261,9 @@ class BlockedSession:
         for stream, draft in zip(streams, trees, strict=True):
             prefix_len = len(stream.history) - 1
             batch.append((stream.number, draft.tokens, draft.parents, [prefix_len + depth for depth in draft.depths]))
-        for stream, draft, target in zip(streams, trees, self._choose(batch), strict=True):
-            path, bonus = tree.accept(p, draft.tokens, draft.parents, target)
+        for stream, draft, (choice, logits) in zip(streams, trees, self._choose(batch), strict=True):
+            drawn = self._drawn(stream, draft.tokens, draft.parents, logits)
+            path, bonus = tree.accept(p, draft.tokens, draft.parents, choice if drawn is None else drawn)
             stream.rounds.append(Round(tuple(draft.tokens), tuple(draft.parents), tuple(path), bonus))
             fresh = stream.emit(p, p.emitted(path, draft.tokens, bonus))
             self._cache.commit(stream.number, path[:fresh])
@@ -264,8 +276,23 @@ class BlockedSession:
         logits = drafter.draft(stream.number, np.array(p.draft_history(stream.history), np.int32))
         return tree.best_first_tree(p, *tree.draft_table(p, logits, budget), budget, root)
 
-    def _choose(self, batch: Sequence[tuple[int, list[int], list[int], list[int]]]) -> list[list[int]]:
-        """The argmax of every row, per sequence. batch: (sequence, tokens, parents, positions) of each."""
+    def _drawn(self, stream: _Stream, tokens: list[int], parents: list[int], logits: Float) -> list[int] | None:
+        """The token drawn for each row, with the history of its own path; None for greedy streams. Row 0 stands at the stream's last token."""
+        p, sampling = self._points, stream.sampling
+        if sampling is None:
+            return None
+        paths: list[list[int]] = []
+        out = []
+        for token, parent, row in zip(tokens, parents, logits, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else []), token])
+            seen = p.seen_tokens(stream.history[:-1], paths[-1])
+            position = len(stream.history) - 1 + len(paths[-1])
+            chances = p.law(sampling, row, seen, stream.prompt_len)
+            out.append(p.draw(chances, p.noise(sampling.seed, stream.number, position, len(row))))
+        return out
+
+    def _choose(self, batch: Sequence[tuple[int, list[int], list[int], list[int]]]) -> list[tuple[list[int], Float]]:
+        """The argmax and the logits of every row, per sequence. batch: (sequence, tokens, parents, positions) of each."""
         sizes = [len(tokens) for _, tokens, _, _ in batch]
         starts = np.cumsum([0, *sizes])
         parents = [np.where(np.array(own) < 0, -1, np.array(own) + start) for (_, _, own, _), start in zip(batch, starts, strict=False)]
@@ -277,17 +304,18 @@ class BlockedSession:
         )
         logits = self.forward(rows, np.ones(len(rows), np.bool_), frozenset(), lambda name, layer, value: None)
         choice = self._points.argmax(logits).tolist()
-        return [choice[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return [(choice[start : start + size], logits[start : start + size]) for start, size in zip(starts, sizes, strict=False)]
 
 
 class _Stream:
     """One sequence of a loop: the cache holds all of `history` but its last token, the root. `end`: emitted tokens once it is done."""
 
-    def __init__(self, number: int, prompt: list[int], limits: Limits) -> None:
+    def __init__(self, number: int, prompt: list[int], limits: Limits, sampling: Sampling | None) -> None:
         self.number = number
         self.history = prompt
         self.prompt_len = len(prompt)
         self.limits = limits
+        self.sampling = sampling
         self.rounds: list[Round] = []
         self.end: int | None = 0 if limits.max_new <= 0 else None
 

@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from impls.blocked import sampling
 from spec.config import Config, yarn_mscale
 from spec.engine import Limits
+from spec.sampling import Sampling
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int32]
@@ -570,6 +572,10 @@ class Points:
     emitted: Callable[[Sequence[int], Sequence[int], int], list[int]] = emitted
     stream_end: Callable[[Sequence[int], int, Limits], int | None] = stream_end
     draft_history: Callable[[list[int]], list[int]] = draft_history
+    seen_tokens: Callable[[list[int], list[int]], list[int]] = sampling.seen_tokens
+    law: Callable[[Sampling, Float, list[int], int], sampling.Wide] = sampling.law
+    noise: Callable[[int, int, int, int], sampling.Wide] = sampling.noise
+    draw: Callable[[sampling.Wide, sampling.Wide], int] = sampling.draw
 
 
 HONEST = Points()
