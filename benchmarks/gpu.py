@@ -1,6 +1,7 @@
 """python -m benchmarks.gpu [--sections trials,timing,...] [--trials N]: everything that is claimed about a GPU, in one call, as one JSON.
 
-Sections: `trials` (judged operations in parallel), `sessions` (of the native engine, in three precisions), `suite` (the named checks of tests/impls/test_cuda_suite.py), `timing` (kernels beside
+Sections: `trials` (judged operations in parallel), `production` (the same at production sizes, rows and heads sampled by the judge), `plants`
+(bugs in the device code, caught and localised), `sanitizer` (memcheck, racecheck, initcheck over the named checks), `sessions` (of the native engine, in three precisions), `suite` (the named checks of tests/impls/test_cuda_suite.py), `timing` (kernels beside
 their floors), `peers` (torch on the same data). The report goes to $OUT/gpu.json, or to benchmarks/results/cuda-<device>.json.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 from benchmarks import gpu_peers, gpu_sessions, gpu_timing, gpu_trials
 
 ROOT = Path(__file__).resolve().parents[1]
-SECTIONS = ("trials", "sessions", "suite", "timing", "peers")
+SECTIONS = ("trials", "production", "plants", "sessions", "suite", "timing", "peers", "sanitizer")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -34,7 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run: dict[str, Callable[[], Any]] = {
         "trials": lambda: trials(chosen.trials, chosen.processes),
         "sessions": lambda: sessions(chosen.sessions, chosen.processes),
+        "production": lambda: production(chosen.trials // 10, chosen.processes),
+        "plants": lambda: planted(chosen.processes),
         "suite": suite,
+        "sanitizer": sanitizer,
         "timing": lambda: gpu_timing.all_timings(log),
         "peers": lambda: gpu_peers.all_peers(log),
     }
@@ -67,6 +71,47 @@ def trials(count: int, processes: int) -> dict[str, Any]:
         log(f"{name}: {result['trials']} trials, {result['findings']} findings, {result['seconds']} s")
         for finding in result["first_findings"][:8]:
             log(f"    {finding}")
+    return found
+
+
+def production(count: int, processes: int) -> dict[str, Any]:
+    found = {
+        "cuda": gpu_trials.parallel(None, count, processes, tuple(gpu_trials.PRODUCTION), kind="production", seed=3),
+        "cuda:bf16": gpu_trials.parallel("bf16", count // 20, processes, ("tree_attention",), kind="production", seed=4),
+        "wide": gpu_trials.parallel(None, count // 5, processes, ("tree_attention",), kind="wide", seed=5),
+        "wide:bf16": gpu_trials.parallel("bf16", count // 5, processes, ("tree_attention",), kind="wide", seed=6),
+    }
+    for name, result in found.items():
+        log(f"{name}: {result['trials']} trials at production sizes, {result['findings']} findings, {result['seconds']} s")
+        for finding in result["first_findings"][:8]:
+            log(f"    {finding}")
+    return found
+
+
+def planted(processes: int) -> dict[str, Any]:
+    rows = gpu_trials.parallel_plants(processes)
+    for row in rows:
+        log(f"{row['plant']:20s} {row['op']:16s} caught {row['caught']}  localised {row['localised']}  {str(row['first'])[-110:]}")
+    return {
+        "caught": sum(row["caught"] for row in rows),
+        "localised": sum(row["localised"] for row in rows),
+        "of": len(rows),
+        "plants": rows,
+    }
+
+
+def sanitizer() -> dict[str, Any]:
+    """compute-sanitizer over the named checks, CuPy's memory pool off, so that each buffer is an allocation of its own."""
+    found: dict[str, Any] = {}
+    for tool in ("memcheck", "racecheck", "initcheck"):
+        began = time.perf_counter()
+        answer = subprocess.run(
+            ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "python3", "-m", "benchmarks.gpu_checks"],
+            capture_output=True, text=True, check=False, cwd=ROOT, timeout=400,
+        )  # fmt: skip
+        tail = (answer.stdout + answer.stderr).strip().splitlines()[-6:]
+        found[tool] = {"status": answer.returncode, "seconds": round(time.perf_counter() - began, 1), "tail": tail}
+        log(f"{tool}: status {answer.returncode}, {found[tool]['seconds']} s: {tail[-1:]}")
     return found
 
 

@@ -118,7 +118,7 @@ def _attention(cupy: Any, kernels: Kernels, note: Callable[[Timing], None]) -> N
                 return kernels.tree_attention(a, b, bits, prefix, keys, RANK, SCALE)
 
             error = attention_error(cupy, call(), a, b, bits, prefix)
-            median, least = time_events(cupy, call, 10)
+            median, least = time_events(cupy, captured(cupy, lambda i, call=call: call(), 3), 10, calls=3)
             moved = (a.nbytes + b.nbytes + 4 * rows * HEADS * RANK) / BANDWIDTH
             floor = max(operations / rate, moved) * 1e6
             note(
@@ -234,14 +234,16 @@ def _products(cupy: Any, kernels: Kernels, note: Callable[[Timing], None]) -> No
     for rows in (1, 65, 512):
         for inner, cols in ((7168, 2048), (1536, 12288)):
             x, w = rng.standard_normal((rows, inner), dtype=np.float32), rng.standard_normal((inner, cols), dtype=np.float32)
-            median, least = time_events(cupy, lambda x=x, w=w: kernels.matmul(x, w))
+            median, least = time_events(cupy, captured(cupy, lambda i, x=x, w=w: kernels.matmul(x, w), 4), calls=4)
             floor = max(2.0 * rows * inner * cols / FLOAT32_RATE, (x.nbytes + w.nbytes) / BANDWIDTH) * 1e6
             note(Timing("matmul f32", f"{rows} x {inner} x {cols}", median, least, floor, "operations or bytes"))
     for rows in (1, 65):
         packed = (rng.random((7168 // 8, 2048)) * 2.0**32).astype(np.uint32)
         scales = cupy.full((7168 // 32, 2048), 0x3C00, np.uint16)
         x = rng.standard_normal((rows, 7168), dtype=np.float32)
-        median, least = time_events(cupy, lambda x=x, packed=packed, scales=scales: kernels.matmul_int4(x, packed, scales))
+        median, least = time_events(
+            cupy, captured(cupy, lambda i, x=x, packed=packed, scales=scales: kernels.matmul_int4(x, packed, scales), 4), calls=4
+        )
         floor = max(2.0 * rows * 7168 * 2048 / FLOAT32_RATE, (packed.nbytes + scales.nbytes) / BANDWIDTH) * 1e6
         note(Timing("matmul int4", f"{rows} x 7168 x 2048", median, least, floor, "operations or bytes"))
     for rows in (1, 65):
@@ -250,7 +252,9 @@ def _products(cupy: Any, kernels: Kernels, note: Callable[[Timing], None]) -> No
         ids = cupy.argsort(rng.random((rows, experts)), axis=1)[:, :chosen].astype(np.int32)
         gate, up = (rng.standard_normal((experts, hidden, width), dtype=np.float32) for _ in range(2))
         down = rng.standard_normal((experts, width, hidden), dtype=np.float32)
-        median, least = time_events(cupy, lambda x=x, ids=ids, gate=gate, up=up, down=down: kernels.experts(x, ids, gate, up, down))
+        median, least = time_events(
+            cupy, captured(cupy, lambda i, x=x, ids=ids, gate=gate, up=up, down=down: kernels.experts(x, ids, gate, up, down), 4), calls=4
+        )
         touched = len(np.unique(cupy.asnumpy(ids)))
         floor = max(6.0 * rows * chosen * hidden * width / FLOAT32_RATE, 12.0 * touched * hidden * width / BANDWIDTH) * 1e6
         note(

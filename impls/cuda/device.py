@@ -54,7 +54,8 @@ class OutOfBounds(Exception):
 class CupyDevice:
     """One CUDA device through CuPy. `checking`: buffers are full of poison, with guard words behind them that `check_guards` looks at."""
 
-    def __init__(self, *, checking: bool = False) -> None:
+    def __init__(self, *, checking: bool = False, source: str | None = None) -> None:
+        """`source`: device code in place of kernels.cuh. Raises Unsupported without CuPy or without a device."""
         try:
             import cupy
         except ImportError as problem:
@@ -69,7 +70,7 @@ class CupyDevice:
         self._checking = checking
         capability = cupy.cuda.Device().compute_capability
         self.warpgroups = capability == "90"
-        self._module = cupy.RawModule(path=str(_cubin(f"sm_{capability}{'a' if self.warpgroups else ''}")))
+        self._module = cupy.RawModule(path=str(_cubin(source or expanded(), f"sm_{capability}{'a' if self.warpgroups else ''}")))
         self._kernels: dict[str, Any] = {}
         self._guarded: list[Any] = []
         attributes = cupy.cuda.Device().attributes
@@ -118,11 +119,10 @@ class CupyDevice:
         self._cupy.cuda.get_current_stream().synchronize()
 
 
-def _cubin(architecture: str) -> Path:
+def _cubin(text: str, architecture: str) -> Path:
     """The compiled kernels, by CuPy's NVRTC, from the cache folder. CuPy's own path has no word for sm_90a."""
     from cupy.cuda import nvrtc
 
-    text = expanded()
     version = ".".join(map(str, nvrtc.getVersion()))
     digest = hashlib.blake2b("\0".join((text, architecture, version)).encode(), digest_size=10).hexdigest()
     path = native_build.cache_folder() / f"paritree-cuda-{digest}.cubin"

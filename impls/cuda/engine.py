@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from impls.cuda import plants
 from impls.cuda.device import Array, CupyDevice, Device
 from impls.cuda.kernels import Kernels
 from spec.config import Config
@@ -96,10 +97,17 @@ def engine(variant: str | None = None) -> CudaEngine:
     if variant == "bf16":
         return CudaEngine(name="cuda:bf16", profile=PROFILE_BF16)
     if variant == "emulated":
-        from impls.cuda.emulate import EmulatedDevice
+        return emulated()
+    plant = plants.named(variant)
+    return CudaEngine(CupyDevice(checking=True, source=plants.mutated(plant)), forms=plant.forms, name=f"cuda:{variant}")
 
-        return CudaEngine(EmulatedDevice(), name="cuda:emulated")
-    raise LookupError(f"there is no engine 'cuda:{variant}': choose cuda, cuda:plain, cuda:bf16 or cuda:emulated")
+
+def emulated(plant: str | None = None, *, forms: str = "fast", seed: int = 0) -> CudaEngine:
+    """On the CPU, threads in order (seed 0) or shuffled. Raises LookupError, or BuildError without a C++ compiler."""
+    from impls.cuda.emulate import EmulatedDevice
+
+    source = None if plant is None else plants.mutated(plants.named(plant))
+    return CudaEngine(EmulatedDevice(seed=seed, source=source), forms=forms, name=f"cuda:emulated{f':{plant}' if plant else ''}")
 
 
 class _Call:

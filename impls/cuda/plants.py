@@ -1,0 +1,129 @@
+"""Bugs planted in the device code: a name, the lines that change, and the operation at which the judge must say so.
+
+A plant is a replacement of text that occurs exactly once in kernels.cuh, so that it cannot rot silently; `mutated` gives the changed source,
+which both devices compile. Each is a bug of a kind that public engines had (BUGZOO classes in brackets).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from impls.cuda.source import expanded
+
+
+@dataclass(frozen=True)
+class Plant:
+    """`op`: where a judge has to find it. `ops`: what a campaign for it draws. `forms`: which form of the kernels runs it."""
+
+    name: str
+    find: str
+    replace: str
+    op: str
+    kind: str
+    forms: str = "fast"
+
+
+PLANTS: tuple[Plant, ...] = (
+    Plant(
+        "missing-barrier",  # [k] the weights of a row are normalised by other threads than those that read them
+        "    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = x;\n    __syncthreads();\n    x = warp_sum(",
+        "    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = x;\n    x = warp_sum(",
+        "rms_norm",
+        "a barrier between writing and reading partial sums is gone",
+    ),
+    Plant(
+        "narrow-offset",  # [h] row times width in too few bits
+        "out[static_cast<long long>(blockIdx.x) * out_row + c] = gain[c] * (row[c] * inverse);",
+        "out[static_cast<unsigned char>(blockIdx.x * out_row) + c] = gain[c] * (row[c] * inverse);",
+        "rms_norm",
+        "the row offset passes through 8 bits, so that it shows at small sizes",
+    ),
+    Plant(
+        "tail-unmasked",  # [h] the last, partial tile counts as if it were full
+        "own[i] = v < vocab ? row[v] : minus_infinity();",
+        "own[i] = v < vocab ? row[v] : 0.0f;",
+        "draft_table",
+        "columns past the end take part in the sum",
+    ),
+    Plant(
+        "empty-row",  # [h] NaN for a row that sees nothing
+        "        const float base = top == minus_infinity() ? 0.0f : top;  // nothing visible yet: every weight is exp2(-inf) = 0",
+        "        const float base = top;",
+        "tree_attention",
+        "the guard for rows that see nothing is gone",
+    ),
+    Plant(
+        "merge-base",  # [j] natural log against log2
+        "sum = fmaf(part_out[at * kv_rank + c], exp2f(part_stat[at * 2] - base), sum);",
+        "sum = fmaf(part_out[at * kv_rank + c], expf(part_stat[at * 2] - base), sum);",
+        "tree_attention",
+        "the merge takes maxima in base 2 for natural logarithms",
+    ),
+    Plant(
+        "silent-tf32",  # [k] tensor-core rounding under a float32 profile
+        "            a_tile[at % DEPTH][at / DEPTH] = m < rows && k < inner ? a[static_cast<long long>(m) * a_row + k] : 0.0f;",
+        "            a_tile[at % DEPTH][at / DEPTH] =\n"
+        "                m < rows && k < inner ? __uint_as_float(__float_as_uint(a[static_cast<long long>(m) * a_row + k]) & 0xffffe000u) : 0.0f;",
+        "matmul",
+        "operands lose 13 bits",
+    ),
+    Plant(
+        "compaction-order",  # [j] in place, from the end
+        "    for (int start = 0; start < rows; start += BATCH) {\n        unsigned held[BATCH];",
+        "    for (int start = (rows - 1) / BATCH * BATCH; start >= 0; start -= BATCH) {\n        unsigned held[BATCH];",
+        "compact",
+        "rows move before those that they overwrite",
+    ),
+    Plant(
+        "stale-workspace",  # [k] the padding of a sort is whatever was there
+        "    for (unsigned i = count + threadIdx.x; i < padded; i += FINISH_THREADS) held[i] = 0;\n",
+        "",
+        "draft_table",
+        "uninitialised shared memory is sorted with the candidates",
+    ),
+    Plant(
+        "tie-order",  # [b] the higher id wins
+        "return (static_cast<unsigned long long>(key) << 32) | (0xffffffffu - static_cast<unsigned>(index));",
+        "return (static_cast<unsigned long long>(key) << 32) | ((0xffffffffu - static_cast<unsigned>(index)) ^ (index < 2 ? 1u : 0u));",
+        "argmax",
+        "of the first two indices the higher one wins a tie",
+    ),
+    Plant(
+        "path-order",  # [a] equal scores in the order of insertion
+        "        const unsigned long long x = path[a * PATH_WORDS + w], y = path[b * PATH_WORDS + w];\n        if (x != y) return x < y;",
+        "        const unsigned long long x = path[a * PATH_WORDS + w], y = path[b * PATH_WORDS + w];\n        if (x != y) return x > y;",
+        "best_first_tree",
+        "equal scores leave in the wrong order",
+    ),
+    Plant(
+        "decides-for-itself",  # [c] row i decides about i instead of about its children
+        "if (parent >= 0 && parent < i && tokens[i] == target[parent]) chosen[parent] = i;",
+        "if (parent >= 0 && parent < i && tokens[i] == target[i]) chosen[parent] = i;",
+        "accept",
+        "a node is accepted by its own row",
+    ),
+    Plant(
+        "mask-word",  # [h] shift by the whole index
+        "if (word) atomicOr(&seen[w], word);",
+        "if (word) atomicOr(&seen[0], word);",
+        "tree_attention",
+        "visible keys of the later words are never loaded",
+    ),
+)
+
+
+def named(name: str) -> Plant:
+    """Raises LookupError for an unknown name."""
+    for plant in PLANTS:
+        if plant.name == name:
+            return plant
+    raise LookupError(f"there is no plant {name!r}: choose one of {', '.join(plant.name for plant in PLANTS)}")
+
+
+def mutated(plant: Plant) -> str:
+    """The device code with the bug. Raises ValueError unless its text occurs exactly once."""
+    source = expanded()
+    count = source.count(plant.find)
+    if count != 1:
+        raise ValueError(f"plant {plant.name}: its text occurs {count} times in the device code, but must occur once")
+    return source.replace(plant.find, plant.replace)
