@@ -17,6 +17,7 @@ are no business of an array.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import mmap
 from collections.abc import Mapping
@@ -178,8 +179,14 @@ def _fenced(size: int) -> NDArray[np.uint8]:
     return memory[stop - size : stop]
 
 
+@functools.cache
+def _mprotect() -> Any:
+    """Looked up at first use: `import` only defines."""
+    function = ctypes.CDLL(None, use_errno=True).mprotect
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
 def _protect(address: int, size: int) -> None:
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if protect(address, size, 0):
+    if _mprotect()(address, size, 0):
         raise OSError(ctypes.get_errno(), "mprotect")

@@ -139,12 +139,12 @@ class LibraryEngine:
         self, op: str, inputs: Mapping[str, NDArray[Any]], params: Mapping[str, int | float], outputs: Mapping[str, NDArray[Any]]
     ) -> None:
         """Fill `outputs`. The workspace is poisoned before the call; raises EngineError if the engine wrote past its end."""
-        # shapes, strides and dtypes decide everything but the data pointers
+        # names, dtypes and numbers of dimensions decide the structs; sizes, strides, values and pointers are filled in at each run
         key = (
             op,
-            tuple([(n, a.dtype, a.shape, a.strides) for n, a in inputs.items()]),
-            tuple([(n, a.dtype, a.shape, a.strides) for n, a in outputs.items()]),
-            tuple([(n, type(v), v) for n, v in params.items()]),
+            tuple([(n, a.dtype, a.ndim) for n, a in inputs.items()]),
+            tuple([(n, a.dtype, a.ndim) for n, a in outputs.items()]),
+            tuple([(n, type(v)) for n, v in params.items()]),
         )
         with self._lock:
             call = self._calls.get(key)
@@ -152,7 +152,7 @@ class LibraryEngine:
                 if len(self._calls) >= CALLS_MAX:
                     self._calls.clear()
                 call = self._calls[key] = _Call(self._library, op, inputs, params, outputs)
-            call.run(inputs, outputs)
+            call.run(inputs, params, outputs)
 
     def open(
         self,
@@ -216,7 +216,7 @@ class _LentWeights:
 
 
 class _Call:
-    """One run_op signature: all structs filled once, the data pointers at each run."""
+    """One run_op signature: all structs made once; sizes, strides, values and data pointers at each run."""
 
     def __init__(
         self,
@@ -232,6 +232,7 @@ class _Call:
         in_tensors, self._inputs = self._operands(inputs)
         out_tensors, self._outputs = self._operands(outputs)
         pairs, owners = tensors.parameters(params)
+        self._params = list(pairs.items[: len(params)]) if params else []
         self._owners += owners
         self._call = abi.OpCall(
             ctypes.sizeof(abi.OpCall),
@@ -247,15 +248,27 @@ class _Call:
             abi.Device(abi.CPU, 0),
         )
         self._reference = ctypes.byref(self._call)
-        self._workspace = self._make_workspace()
+        self._asks_workspace = library.has("paritree_run_op_workspace")
+        self._workspace: NDArray[np.uint8] | None = None
+        self._shapes: Any = None  # of the run that the workspace was made for
 
-    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Mapping[str, NDArray[Any]]) -> None:
-        for tensor, array in zip(self._inputs, inputs.values(), strict=True):
-            tensor.data = array.__array_interface__["data"][0]
-        for tensor, (name, array) in zip(self._outputs, outputs.items(), strict=True):
+    def run(self, inputs: Mapping[str, NDArray[Any]], params: Mapping[str, int | float], outputs: Mapping[str, NDArray[Any]]) -> None:
+        for operand, array in zip(self._inputs, inputs.values(), strict=True):
+            operand.point_to(array)
+        for operand, (name, array) in zip(self._outputs, outputs.items(), strict=True):
             if not array.flags.writeable:
                 raise EngineError(f"output {name} is read-only: pass an array that can be written")
-            tensor.data = array.__array_interface__["data"][0]
+            operand.point_to(array)
+        for item, value in zip(self._params, params.values(), strict=True):
+            if item.kind:
+                item.value.d = value
+            else:
+                item.value.i = value
+        if self._asks_workspace:
+            shapes = ([a.shape for a in inputs.values()], [a.shape for a in outputs.values()], list(params.values()))
+            if shapes != self._shapes:
+                self._workspace = self._make_workspace()
+                self._shapes = shapes
         if self._workspace is not None:
             self._workspace.fill(POISON)
         status = self._function(self._reference)
@@ -264,18 +277,17 @@ class _Call:
         if self._workspace is not None:
             self._check_guards()
 
-    def _operands(self, arrays: Mapping[str, NDArray[Any]]) -> tuple[Any, list[Any]]:
+    def _operands(self, arrays: Mapping[str, NDArray[Any]]) -> tuple[Any, list[tensors.Operand]]:
         named = (abi.NamedTensor * len(arrays))()
         self._owners.append(named)
-        for item, (name, array) in zip(named, arrays.items(), strict=True):
+        for item, name in zip(named, arrays, strict=True):
             item.name = name.encode()
-            self._owners += [item.name, *tensors.describe(item.tensor, name, array)]
-        return named, [item.tensor for item in named]
+            self._owners.append(item.name)
+        return named, [tensors.Operand(item.tensor, name, array) for item, (name, array) in zip(named, arrays.items(), strict=True)]
 
     def _make_workspace(self) -> NDArray[np.uint8] | None:
         """The usable part of a guarded buffer, None where the engine wants none."""
-        if not self._library.has("paritree_run_op_workspace"):
-            return None
+        self._call.workspace, self._call.workspace_bytes = None, 0
         wanted = ctypes.c_uint64()
         self._library.check(
             self._library.function("paritree_run_op_workspace")(self._reference, ctypes.byref(wanted)), "paritree_run_op_workspace"

@@ -49,6 +49,35 @@ def describe(tensor: abi.Tensor, name: str, array: NDArray[Any]) -> list[Any]:
     return owners
 
 
+class Operand:
+    """A tensor struct that is pointed to one array after another, all of one dtype and one number of dimensions."""
+
+    def __init__(self, tensor: abi.Tensor, name: str, array: NDArray[Any]) -> None:
+        """Raises EngineError for a dtype that DLPack cannot express."""
+        self._tensor, self._name, self._itemsize = tensor, name, array.dtype.itemsize
+        describe(tensor, name, array)
+        self._sizes = (ctypes.c_int64 * array.ndim)()
+        self._strides = (ctypes.c_int64 * array.ndim)()
+        tensor.shape = self._sizes
+        tensor.strides = None
+        self._strided = False
+
+    def point_to(self, array: NDArray[Any]) -> None:
+        """Raises EngineError for strides that are not whole elements."""
+        self._sizes[:] = array.shape
+        if array.flags.c_contiguous:
+            if self._strided:
+                self._tensor.strides = None
+                self._strided = False
+        else:
+            if any(stride % self._itemsize for stride in array.strides):
+                raise EngineError(f"{self._name} has strides {list(array.strides)} bytes, which are not whole elements: pass a copy")
+            self._strides[:] = [stride // self._itemsize for stride in array.strides]
+            self._tensor.strides = self._strides
+            self._strided = True
+        self._tensor.data = array.__array_interface__["data"][0]
+
+
 def whole_tensor(name: str, array: NDArray[Any]) -> tuple[abi.Tensor, list[Any]]:
     """A tensor over `array`, and what must outlive it."""
     tensor = abi.Tensor()
