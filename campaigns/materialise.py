@@ -70,10 +70,16 @@ def record_of(op: str) -> Op:
 
 def params_of(record: Op, case: OpCase) -> dict[str, int | float]:
     given = dict(case.params)
-    missing = set(record.params) - set(given)
+    missing = set(record.params) - set(given) - set(record.defaults)
     if missing:
         raise CaseError(f"{case.op}: the case lacks the parameter {sorted(missing)[0]!r}")
-    return {name: int(given[name]) if kind == "int" else float(given[name]) for name, kind in record.params.items()}
+    return _typed(record, given)
+
+
+def _typed(record: Op, given: Mapping[str, int | float]) -> dict[str, int | float]:
+    """The given parameters of the record, by kind; those that only repeat a default are not sent."""
+    kept = {name: kind for name, kind in record.params.items() if name in given and given[name] != record.defaults.get(name)}
+    return {name: int(given[name]) if kind == "int" else float(given[name]) for name, kind in kept.items()}
 
 
 def output_shapes(record: Op, dims: dict[str, int], params: dict[str, int | float]) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -86,10 +92,10 @@ def output_shapes(record: Op, dims: dict[str, int], params: dict[str, int | floa
 def op_call_of(op: str, inputs: Mapping[str, NDArray[Any]], params: Mapping[str, int | float]) -> OpCall:
     """A call for given arrays (a user's own tensors): dimensions are read off the input shapes. Raises CaseError."""
     record = record_of(op)
-    missing = set(record.params) - set(params)
+    missing = set(record.params) - set(params) - set(record.defaults)
     if missing:
         raise CaseError(f"{op}: parameter {sorted(missing)[0]!r} is missing; give {', '.join(record.params)}")
-    kinds = {name: int(params[name]) if kind == "int" else float(params[name]) for name, kind in record.params.items()}
+    kinds = _typed(record, params)
     dims: dict[str, int] = {name: value for name, value in kinds.items() if isinstance(value, int)}
     for tensor in record.inputs:
         if tensor.name not in inputs:

@@ -18,7 +18,7 @@ from oracles.ball import Ball, Wide, concatenate
 from oracles.compare import Near, close_number
 from oracles.history import History
 from oracles.judgement import Judgement, Verdict
-from oracles.ops import matmul, o_latent, q_absorb, rope, scores, softmax
+from oracles.ops import o_latent, rope, scores, softmax
 
 if TYPE_CHECKING:
     from oracles.walked import Walked
@@ -160,13 +160,13 @@ def _explains(walked: Walked, name: str, layer: int, values: NDArray[Any], row: 
     """Whether the tap's row is what it would be if the row looked at `keys`, and not at those that it must see."""
     if not len(keys) or np.array_equal(np.sort(keys), np.flatnonzero(walked.history.visible[row])):
         return False
-    a, balls = walked.arithmetic, walked.model.balls
+    a, matrices = walked.arithmetic, walked.model.matrices
     weights = softmax.bound(_scores_of(walked, row)[:, :, keys], np.ones((1, 1, len(keys)), np.bool_), a)
     ball = o_latent.bound(weights, walked.seen("latent")[keys], len(keys), a)
     if name != "o_latent":
-        ball = q_absorb.bound(ball, balls[f"{layer}.w_vc"], a)
+        ball = matrices.heads(ball, f"{layer}.w_vc", a)
     if name == "attn_out":
-        ball = matmul.bound(ball.reshape(1, -1), balls[f"{layer}.o"], a)
+        ball = matrices.product(ball.reshape(1, -1), f"{layer}.o", a, f"{layer}.o_bias" if walked.model.config.attention_bias else "")
     return within(values[row : row + 1].astype(np.float64), ball)
 
 

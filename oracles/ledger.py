@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from oracles.ball import Ball, arithmetic
 from oracles.history import History, replay
-from oracles.ops.route import Rule
+from oracles.ops.route import rule_of
 from oracles.stacks import Stacks
 from oracles.walk import Ids, JudgeModel, walk
 from spec.engine import Profile
@@ -109,4 +109,4 @@ class Substituted:
         if stack is not None:
             ids: Ids = np.clip(stack.values, 0, c.experts - 1).astype(np.int64)
             return ids
-        return Rule(c.top_k, c.groups, c.top_groups, c.group_score == "max").choose(predicted.mid, self.model.bias(layer))
+        return rule_of(c).choose(predicted.mid, self.model.bias(layer))

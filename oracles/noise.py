@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oracles.ball import Ball, Wide, arithmetic
-from oracles.ops.route import Rule
+from oracles.ops.route import rule_of
 from oracles.walk import Ids, JudgeModel, walk
 from spec.engine import Profile
 from spec.weights import philox
@@ -134,7 +134,7 @@ class Sampler:
 
     def choose(self, layer: int, predicted: Ball) -> Ids:
         c = self.model.config
-        rule = Rule(c.top_k, c.groups, c.top_groups, c.group_score == "max")
+        rule = rule_of(c)
         bias = self.model.bias(layer)
         self.margins.append(rule.margin(predicted.mid, bias))
         self.ids[layer] = rule.choose(predicted.mid, bias) if self.given is None else self.given[layer]

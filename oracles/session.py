@@ -16,7 +16,7 @@ from oracles.judgement import Judgement, Verdict
 from oracles.tokens import judge_tokens
 from oracles.walk import JudgeModel
 from oracles.walked import Walked
-from spec.model import GoldenModel
+from spec.model import GoldenModel, in_window
 from spec.script import Commit, Evict, Fork, Forward, Generate, Script, Step, Trace
 
 
@@ -50,6 +50,8 @@ class SessionJudge:
             step_or_none = script.steps[number] if number < len(script.steps) else None
             judgements.append(of_failure(trace.failure, step_or_none, number))
         history = replay(answered)
+        if window := self.model.config.window:
+            history.visible &= in_window(history.position, history.position, window)
         walked = Walked(self.prepared, history, trace, trace.description.profile, statistics)
         judgements += walked.judgements
         if len(history.wanted):

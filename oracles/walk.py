@@ -13,12 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oracles.ball import INFLATE, Arithmetic, Ball, Wide, concatenate
-from oracles.ops import add, combine, matmul, moe, o_latent, q_absorb, rms_norm, rope, router_scores, scores, softmax, swiglu
+from oracles.matrices import Fetched, Kept, Matrices
+from oracles.ops import add, combine, o_latent, q_absorb, rms_norm, rope, router_scores, scores, softmax, swiglu
 from oracles.ops.embed import row_ball
 from oracles.ops.route import weights as route_weights
 from spec.config import Config
-from spec.rotary import Rotary, frequencies, table_factor
-from spec.weights import Weights
+from spec.formats import SMALLEST_STEP, UNIT_ROUNDOFF
+from spec.model import in_window
+from spec.rotary import CarriedTables, Rotary, frequencies, table_factor
+from spec.weights import Weights, is_large
 
 Ids = NDArray[np.int64]
 
@@ -40,27 +43,30 @@ class Taps(Protocol):
 
 
 class JudgeModel:
-    """Weights as exact balls whose float64 copies and absolute values are kept: made once per model, read by every session."""
+    """Weights as exact balls: made once per model and read by every session, or fetched for each product where the model is large."""
 
-    def __init__(self, config: Config, weights: Weights, rotary: Rotary | None = None) -> None:
+    def __init__(self, config: Config, weights: Weights, rotary: Rotary | CarriedTables | None = None, *, keep: bool | None = None) -> None:
+        """`keep`: whether matrices are kept (None: unless the model is large)."""
         self.config = config
-        self.rotary = rotary or Rotary(config)
+        keep = not is_large(config) if keep is None else keep
+        self.matrices: Matrices = Kept(weights, config.tied) if keep else Fetched(weights, config.tied)
+        self.carried = bool(config.rope_table_len)
+        self.rotary = rotary or (CarriedTables(weights["rope_cos"], weights["rope_sin"]) if self.carried else Rotary(config))
         self.frequencies: Wide = np.array([float(f) for f in frequencies(config)])
         self.table_factor = float(table_factor(config.yarn))
         self.embed = weights["embed"]
-        self.balls = {name: Ball(value) for name, value in weights.items() if name != "embed"}
-        if config.tied:
-            self.balls["head"] = Ball(self.embed.T)
         self.eps = float(np.float32(config.rms_eps))
         self.latent_eps = float(np.float32(config.latent_norm_eps))
         self.scale = float(np.float32(config.softmax_scale))
         self.routed_scale = float(np.float32(config.routed_scale))
         self.denominator_eps = float(np.float32(config.denominator_eps))
+        self.denominator_clamp = float(np.float32(config.denominator_clamp))
 
     def bias(self, layer: int) -> NDArray[np.float32]:
         """The routing bias as float32, zeros where the router has none."""
-        ball = self.balls.get(f"{layer}.router_bias")
-        return np.zeros(self.config.experts, np.float32) if ball is None else ball.mid.astype(np.float32)
+        if self.config.scoring != "sigmoid":
+            return np.zeros(self.config.experts, np.float32)
+        return self.matrices.vector(f"{layer}.router_bias").mid.astype(np.float32)
 
 
 def walk(
@@ -83,56 +89,74 @@ def _walk(
 ) -> Ball:  # fmt: skip
     c, last = model.config, model.config.layers
     cos, sin = (table.astype(np.float64) for table in model.rotary.tables(position))
-    table = rope.table_radius(position[:, None] * model.frequencies, model.table_factor, a)
+    table = None if model.carried else rope.table_radius(position[:, None] * model.frequencies, model.table_factor, a)
+    if c.window:
+        visible = visible & in_window(position, position, c.window)
     x = taps.meet("embed", -1, row_ball(model.embed[token], a))
     for layer in range(last):
-        h = taps.meet("attn_norm", layer, rms_norm.bound(x, model.balls[f"{layer}.attn_norm"], model.eps, a))
+        h = taps.meet("attn_norm", layer, rms_norm.bound(x, model.matrices.vector(f"{layer}.attn_norm"), model.eps, a))
         out = attention(model, layer, h, cos, sin, visible, taps, a, table)
         x = taps.meet("attn_residual", layer, add.bound(x, out, a))
-        h = taps.meet("ffn_norm", layer, rms_norm.bound(x, model.balls[f"{layer}.ffn_norm"], model.eps, a))
+        h = taps.meet("ffn_norm", layer, rms_norm.bound(x, model.matrices.vector(f"{layer}.ffn_norm"), model.eps, a))
         block = feed_forward(model, layer, h, "", taps, a) if c.is_dense(layer) else sparse(model, layer, h, taps, a)
         x = taps.meet("ffn_residual", layer, add.bound(x, taps.meet("ffn_out", layer, block), a))
-    h = taps.meet("final_norm", last, rms_norm.bound(x, model.balls["norm"], model.eps, a))
-    return taps.meet("logits", last, matmul.bound(h[wanted], model.balls["head"], a))
+    h = taps.meet("final_norm", last, rms_norm.bound(x, model.matrices.vector("norm"), model.eps, a))
+    return taps.meet("logits", last, model.matrices.head(h[wanted], a))
 
 
 def attention(
     model: JudgeModel, layer: int, h: Ball, cos: Wide, sin: Wide, visible: NDArray[np.bool_], taps: Taps, a: Arithmetic,
     table: Wide | None = None,
 ) -> Ball:  # fmt: skip
-    c, rows = model.config, h.mid.shape[0]
+    c, rows, matrices, at = model.config, h.mid.shape[0], model.matrices, f"{layer}."
 
-    def weight(name: str) -> Ball:
-        return model.balls[f"{layer}.{name}"]
+    def biased(x: Ball, name: str) -> Ball:
+        return matrices.product(x, at + name, a, f"{at}{name}_bias" if c.attention_bias else "")
 
     def meet(name: str, predicted: Ball) -> Ball:
         return taps.meet(name, layer, predicted)
 
     if c.q_rank:
-        q = meet("q_a", matmul.bound(h, weight("q_a"), a))
-        q = meet("q_a_norm", rms_norm.bound(q, weight("q_a_norm"), model.latent_eps, a))
-        q = matmul.bound(q, weight("q_b"), a)
+        q = meet("q_a", biased(h, "q_a"))
+        q = meet("q_a_norm", rms_norm.bound(q, matrices.vector(at + "q_a_norm"), model.latent_eps, a))
+        q = matrices.product(q, at + "q_b", a)
     else:
-        q = matmul.bound(h, weight("q"), a)
+        q = biased(h, "q")
     q = meet("q", q.reshape(rows, c.heads, c.nope_dim + c.rope_dim))
-    kv = meet("kv_a", matmul.bound(h, weight("kv_a"), a))
-    latent = meet("latent", rms_norm.bound(kv[:, : c.kv_rank], weight("kv_a_norm"), model.latent_eps, a))
+    kv = meet("kv_a", biased(h, "kv_a"))
+    normed = rms_norm.bound(kv[:, : c.kv_rank], matrices.vector(at + "kv_a_norm"), model.latent_eps, a)
+    latent = meet("latent", rounded(normed, c.cache_format))
     half = c.rope_layout == "half"
-    q_rope = meet("q_rope", rope.bound(q[..., c.nope_dim :], cos[:, None], sin[:, None], half, a, None if table is None else table[:, None]))
-    k_rope = meet("k_rope", rope.bound(kv[:, c.kv_rank :], cos, sin, half, a, table))
+    q_rope = meet(
+        "q_rope", rope.bound(q[..., c.nope_dim :], cos[:, None], sin[:, None], half, a, None if table is None else table[:, None])
+    )
+    k_rope = meet("k_rope", rounded(rope.bound(kv[:, c.kv_rank :], cos, sin, half, a, table), c.cache_format))
     q_nope = q[..., : c.nope_dim]
-    absorbed = meet("q_absorb", q_absorb.bound(q_nope, weight("w_kc"), a))
+    absorbed = meet("q_absorb", matrices.heads(q_nope, at + "w_kc", a))
     own = scores.bound(concatenate([absorbed, q_rope], -1), concatenate([latent, k_rope], -1), model.scale, a)
     if not taps.has("q_absorb", layer):
-        own = expanded_scores(own, q_nope, q_rope, latent, k_rope, weight("w_kc"), model.scale, a)
+        own = expanded_scores(own, q_nope, q_rope, latent, k_rope, matrices.whole(at + "w_kc"), model.scale, a)
     own = meet("scores", own)
     probs = meet("probs", softmax.bound(own, visible[:, None], a))
     values = meet("o_latent", o_latent.bound(probs, latent, visible.sum(-1)[:, None, None], a))
-    heads = q_absorb.bound(values, weight("w_vc"), a)
+    heads = matrices.heads(values, at + "w_vc", a)
     if not taps.has("o_latent", layer):
-        heads = expanded_values(heads, probs, latent, weight("w_vc"), a)
+        heads = expanded_values(heads, probs, latent, matrices.whole(at + "w_vc"), a)
     heads = meet("o_heads", heads)
-    return meet("attn_out", matmul.bound(heads.reshape(rows, -1), weight("o"), a))
+    return meet("attn_out", biased(heads.reshape(rows, -1), "o"))
+
+
+def rounded(x: Ball, cache_format: str) -> Ball:
+    """x rounded to the format of the cache, once (M11): rad + u (|x| + rad) + half the smallest step. Float32 caches round nothing.
+
+    The engine rounds its own float32 value, which the judge knows within `rad`: so the midpoint is not rounded.
+    """
+    unit = UNIT_ROUNDOFF[cache_format]
+    if not unit:
+        return x
+    rad = unit * x.upper + SMALLEST_STEP[cache_format]
+    std = None if x.std is None else np.sqrt(np.square(x.std) + np.square(unit * x.mid) / 3)
+    return Ball(x.mid, rad * INFLATE if x.rad is None else (x.rad + rad) * INFLATE, std, x.overflow)
 
 
 def expanded_scores(
@@ -159,33 +183,28 @@ def expanded_values(absorbed: Ball, probs: Ball, latent: Ball, w_vc: Ball, a: Ar
 def feed_forward(model: JudgeModel, layer: int, h: Ball, prefix: str, taps: Taps, a: Arithmetic) -> Ball:
     """down(silu(gate) * up); its last tap is the caller's, because a dense layer calls it `ffn_out`."""
 
-    def weight(name: str) -> Ball:
-        return model.balls[f"{layer}.{prefix}{name}"]
-
-    gate = taps.meet(prefix + "gate", layer, matmul.bound(h, weight("gate"), a))
-    up = taps.meet(prefix + "up", layer, matmul.bound(h, weight("up"), a))
-    return matmul.bound(taps.meet(prefix + "act", layer, swiglu.bound(gate, up, a)), weight("down"), a)
+    matrices, at = model.matrices, f"{layer}.{prefix}"
+    gate = taps.meet(prefix + "gate", layer, matrices.product(h, at + "gate", a))
+    up = taps.meet(prefix + "up", layer, matrices.product(h, at + "up", a))
+    return matrices.product(taps.meet(prefix + "act", layer, swiglu.bound(gate, up, a)), at + "down", a)
 
 
 def sparse(model: JudgeModel, layer: int, h: Ball, taps: Taps, a: Arithmetic) -> Ball:
     """sum_k weight_k * expert_k(h) + shared(h)"""
-    c = model.config
-
-    def weight(name: str) -> Ball:
-        return model.balls[f"{layer}.{name}"]
+    c, matrices, at = model.config, model.matrices, f"{layer}."
 
     def meet(name: str, predicted: Ball) -> Ball:
         return taps.meet(name, layer, predicted)
 
-    logits = meet("router_logits", matmul.bound(h, weight("router"), a))
+    logits = meet("router_logits", matrices.product(h, at + "router", a))
     chances = meet("router_scores", router_scores.bound(logits, c.scoring == "softmax", a))
     ids = taps.choose(layer, chances)
-    mix = meet("expert_weights", route_weights(chances, ids, model.routed_scale, c.norm_top_k, model.denominator_eps, a))
-    by_expert = moe.grouped(ids)
-    gate = meet("expert_gate", moe.project(h, weight("expert_gate"), by_expert, a))
-    up = meet("expert_up", moe.project(h, weight("expert_up"), by_expert, a))
+    mix = route_weights(chances, ids, model.routed_scale, c.norm_top_k, model.denominator_eps, a, model.denominator_clamp)
+    mix = meet("expert_weights", mix)
+    gate = meet("expert_gate", matrices.experts(h, at + "expert_gate", ids, a))
+    up = meet("expert_up", matrices.experts(h, at + "expert_up", ids, a))
     act = meet("expert_act", swiglu.bound(gate, up, a))
-    experts = meet("expert_out", moe.project(act, weight("expert_down"), by_expert, a))
+    experts = meet("expert_out", matrices.experts(act, at + "expert_down", ids, a))
     shared = meet("shared_out", feed_forward(model, layer, h, "shared_", taps, a)) if c.shared_experts else None
     return combine.bound(mix, experts, shared, a)
 

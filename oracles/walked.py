@@ -21,6 +21,7 @@ from oracles.stacks import OVER_KEYS, Stack, Stacks
 from oracles.suspicion import suspect
 from oracles.walk import Ids, JudgeModel, inputs_of, walk
 from spec.engine import Profile
+from spec.formats import ROUNDED
 from spec.script import Trace
 from spec.taps import ATTENTION, DENSE, EMBED, HEAD, RESIDUAL, SPARSE, all_tap_names
 
@@ -91,7 +92,7 @@ class Walked:
         c = self.model.config
         bias = self.model.bias(layer)
 
-        rule = route.Rule(c.top_k, c.groups, c.top_groups, c.group_score == "max")
+        rule = route.rule_of(c)
         expected = rule.choose(predicted.mid.astype(np.float32), bias)
         certain = np.ones(len(expected), np.bool_)
         if predicted.rad is not None:
@@ -141,6 +142,8 @@ class Walked:
         near = Near(predicted, rule, where)
         share = shares(stack.values, near)
         self._judge_rows(name, layer, stack, near, share)
+        if name in ("latent", "k_rope"):
+            self._judge_format(name, layer, stack)
         if name == "probs":
             self._judge_padding(layer)
         if stack.present is None:
@@ -246,6 +249,27 @@ class Walked:
                         )
                     )
                     break
+
+    def _judge_format(self, name: str, layer: int, stack: Stack) -> None:
+        """What a cache row holds is a number of the cache's format (M11)."""
+        cache_format = self.model.config.cache_format
+        if cache_format == "float32":
+            return
+        strange = np.isfinite(stack.values) & (ROUNDED[cache_format](stack.values) != stack.values)
+        if stack.present is not None:
+            strange &= stack.present[:, None]
+        if not strange.any():
+            return
+        own, column = (int(i) for i in np.argwhere(strange)[0])
+        value, row = float(stack.values[own, column]), int(self.history.row[own])
+        self.proven[strange.any(1)] = False
+        text = f"{name}[{row}, {column}], layer {layer}, is {value:.9g}, which is no {cache_format}, the format of the cache (M11)"
+        self._add(
+            Judgement(
+                Verdict.DEFECT, "M11", OP_OF_TAP[name], name, self.history.rung_of(own), layer, int(self.history.step[own]), row, (row, column), value,
+                share=np.inf, message=text,
+            )
+        )  # fmt: skip
 
     def _equal(self, name: str, layer: int, found: NDArray[Any], equal: Equal, of_wanted: bool = False) -> None:
         """A decision, per rung."""

@@ -401,13 +401,18 @@ def log_probs(logits: Float) -> Float:
 
 # ---- mixture of experts -----------------------------------------------------------------------------------------
 @_quiet
-def top_k_weights(scores: Float, scale: float, renormalise: bool, denominator_eps: float) -> Float:
-    """scores [T, K] of the chosen experts -> scale * score, or scale * score / (sum of scores + denominator_eps). 0/0 is NaN."""
-    factor, epsilon = np.float32(scale), float(np.float32(denominator_eps))
+def top_k_weights(scores: Float, scale: float, renormalise: bool, denominator_eps: float, denominator_clamp: float = 0.0) -> Float:
+    """scores [T, K] of the chosen experts -> scale * score, or scale * score / max(sum of scores + denominator_eps, denominator_clamp).
+
+    A clamp of 0 is none. 0/0 is NaN.
+    """
+    factor, epsilon, clamp = np.float32(scale), float(np.float32(denominator_eps)), float(np.float32(denominator_clamp))
     if not renormalise:
         return np.asarray(np.where(np.isfinite(scores), scores * factor, np.nan) + np.float32(0), np.float32)  # one IEEE multiplication
     wide = scores.astype(np.float64)
     total = wide.sum(axis=-1, keepdims=True) + epsilon
+    if clamp:
+        total = np.maximum(total, clamp)  # moves no further than its argument: the same error
     magnitude = np.abs(wide).sum(axis=-1, keepdims=True) + abs(epsilon)
     y = wide * np.float64(factor) / total  # the numerator is exact
     error = y * ((scores.shape[-1] + 6) * UNIT64 * SLACK * (1 + magnitude / np.abs(total)))
@@ -419,6 +424,8 @@ def top_k_weights(scores: Float, scale: float, renormalise: bool, denominator_ep
         out = np.empty(len(at[0]), np.float32)
         for i, index in enumerate(zip(*at, strict=True)):
             denominator = exact_sum(wide[index[:-1]].tolist()) + as_fraction(epsilon)
+            if clamp:
+                denominator = max(denominator, as_fraction(clamp))
             out[i] = nearest32(as_fraction(scores[index]) * as_fraction(factor) / denominator) if denominator else np.nan
         return out
 

@@ -26,14 +26,17 @@ class LatentCache:
     def __init__(self, config: Config) -> None:
         self.length = 0
         self.parents: list[int] = []
+        self.positions: NDArray[np.int32] = np.zeros(0, np.int32)  # of the committed and the pending rows
         self._kv_rank = config.kv_rank
         self._rows = np.empty((config.layers, 0, config.cache_dim), np.float32)
         self._wide: Wide = np.empty((config.layers, 0, config.cache_dim))
         self._bounds: Wide = np.empty((config.layers, 0))
 
-    def start(self, parents: Sequence[int]) -> None:
-        """Make room for a batch of len(parents) rows in place of what is pending."""
+    def start(self, parents: Sequence[int], positions: NDArray[np.int32] | None = None) -> None:
+        """Make room for a batch of len(parents) rows in place of what is pending. `positions` None: those of a chain."""
         self.parents = list(parents)
+        own = np.arange(self.length, self.length + len(parents), dtype=np.int32) if positions is None else positions
+        self.positions = np.concatenate([self.positions[: self.length], own])
         needed = self.length + len(parents)
         if needed > self._rows.shape[1]:
             self._resize(max(FIRST_CAPACITY, 1 << (needed - 1).bit_length()))
@@ -61,6 +64,7 @@ class LatentCache:
         if not np.array_equal(path, np.arange(len(path))):
             for array in (self._rows, self._wide, self._bounds):
                 array[:, target] = array[:, source]  # the right side is a copy, so that the order of moves does not matter
+        self.positions = np.concatenate([self.positions[: self.length], self.positions[source]])
         self.length += len(path)
         self.parents = []
 
@@ -71,6 +75,7 @@ class LatentCache:
         """The committed rows; nothing is shared."""
         other = object.__new__(LatentCache)
         other.length, other.parents, other._kv_rank = self.length, [], self._kv_rank
+        other.positions = self.positions[: self.length].copy()
         other._rows, other._wide, other._bounds = self._rows.copy(), self._wide.copy(), self._bounds.copy()
         return other
 

@@ -21,7 +21,8 @@ from spec.arithmetic import Mask, Prepared, add, matmul, prepare, rms_norm, rope
 from spec.config import Config, ConfigError
 from spec.engine import EngineError, Float, Int, Rows
 from spec.loops import FEATURE_TAP
-from spec.model import GoldenModel, Tap, halves
+from spec.model import GoldenModel, Tap
+from spec.products import halves
 from spec.rotary import Rotary
 from spec.taps import Tap as TapRecord
 from spec.weights import Weights, checked_tensor, philox
@@ -197,7 +198,7 @@ class DFlash:
             tap("ffn_out", number, down := matmul(act, layer.down))
             tap("ffn_residual", number, x := add(x, down))
         tap("final_norm", c.layers, last := rms_norm(x[1:], self.norm, c.rms_eps))
-        tap("logits", c.layers, logits := matmul(last, self.target.head))
+        tap("logits", c.layers, logits := self.target.head(last))
         return logits
 
     def _attention(self, number: int, layer: _Layer, h: Float, at: NDArray[np.intp], context: Context, tap: Tap) -> Float:

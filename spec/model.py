@@ -9,33 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spec.arithmetic import (
-    Mask,
-    Prepared,
-    add,
-    check_environment,
-    combine,
-    grouped_matmul,
-    matmul,
-    prepare,
-    prepare_joined,
-    rms_norm,
-    rope,
-    softmax,
-    swiglu,
-)
+from spec.arithmetic import Mask, Prepared, add, check_environment, combine, matmul, rms_norm, rope, softmax, swiglu
 from spec.cache import LatentCache
 from spec.config import Config
 from spec.engine import Drafter, EngineError, Float, Generation, Int, Limits, Rows, TapSink
-from spec.rotary import POSITION_MAX, Rotary
-from spec.routing import route, router_scores
+from spec.formats import ROUNDED
+from spec.products import Experts, Fetched, Kept, Product, Source, halves
+from spec.rotary import CarriedTables, Rotary
+from spec.routing import Route, router, router_scores
 from spec.sampling import Sampling
-from spec.weights import Provider, Weights, checked
+from spec.weights import FetchedWeights, Provider, Weights, checked, is_large
 
 if TYPE_CHECKING:
     from spec.schemes import Decider
@@ -50,31 +39,31 @@ class RowsError(EngineError):
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    gate_up: Prepared  # [hidden, 2 * dense_dim]
-    down: Prepared
+    gate_up: Product  # [T, hidden] -> [T, 2 * dense_dim]
+    down: Product
 
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
-    router: Prepared
-    router_bias: Float | None
-    gate_up: Prepared  # [E, hidden, 2 * expert_dim]
-    down: Prepared  # [E, expert_dim, hidden]
+    router: Product  # [T, hidden] -> [T, E]
+    scores: Product
+    route: Route
+    experts: Experts
     shared: Dense | None
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Matrices that read the same input stand side by side, one product for all; canonical bits do not notice."""
+    """What reads the same input stands side by side, one product for all; canonical bits do not notice."""
 
     attn_norm: Float
-    input: Prepared  # [hidden, (q_rank or H (n + D)) + R + D]: q_a or q, then kv_a
+    input: Product  # [T, hidden] -> [T, (q_rank or H (n + D)) + R + D]: q_a or q, then kv_a
     q_a_norm: Float | None
-    q_b: Prepared | None
+    q_b: Product | None
     kv_a_norm: Float
-    w_kc: Prepared  # [H, n, R]
-    w_vc: Prepared  # [H, R, v]
-    o: Prepared
+    absorb: Product  # [T, H, n] -> [T, H, R]
+    unabsorb: Product  # [T, H, R] -> [T, H, v]
+    o: Product
     ffn_norm: Float
     feed_forward: Dense | Sparse
 
@@ -89,18 +78,29 @@ class Span:
 
 
 class GoldenModel:
-    """Weights prepared once for canonical products. Raises WeightError for a missing, misshapen or non-finite tensor."""
+    """Weights prepared once for canonical products, or, for a large model, fetched for each use: the bits are the same.
 
-    def __init__(self, config: Config, weights: Weights | Provider) -> None:
+    Raises WeightError for a missing, misshapen or non-finite tensor, of a large model when it is met.
+    """
+
+    def __init__(self, config: Config, weights: Weights | Provider, *, keep: bool | None = None) -> None:
+        """`keep`: whether matrices are kept (None: unless the model is large)."""
         check_environment()
         self.config = config
-        self.rotary = Rotary(config)
-        tensors = dict(checked(config, weights.__getitem__ if isinstance(weights, Mapping) else weights))
-        self.weights: Weights = tensors  # as they were given: the judge recomputes from them
-        self.embed = tensors["embed"]
-        self.layers = [self._layer(tensors, layer) for layer in range(config.layers)]
-        self.norm = tensors["norm"]
-        self.head = prepare(self.embed.T if config.tied else tensors["head"])
+        provider = weights.__getitem__ if isinstance(weights, Mapping) else weights
+        keep = not is_large(config) if keep is None else keep
+        self.weights: Weights = dict(checked(config, provider)) if keep else FetchedWeights(config, provider)
+        """As they were given: the judge recomputes from them."""
+        source: Source = Kept(self.weights) if keep else Fetched(self.weights.__getitem__)
+        self.rotary: Rotary | CarriedTables = (
+            CarriedTables(self.weights["rope_cos"], self.weights["rope_sin"]) if config.rope_table_len else Rotary(config)
+        )
+        self.rotate = partial(rope, half_layout=config.rope_layout == "half")
+        self.to_cache = ROUNDED[config.cache_format]
+        self.embed = self.weights["embed"]
+        self.layers = [self._layer(source, layer) for layer in range(config.layers)]
+        self.norm = self.weights["norm"]
+        self.head = source.transposed("embed") if config.tied else source.product(("head",))
 
     def open(self) -> GoldenSession:
         return GoldenSession(self)
@@ -137,7 +137,7 @@ class GoldenModel:
             tap("ffn_residual", number, h)
         x = rms_norm(h, self.norm, config.rms_eps)
         tap("final_norm", last, x)
-        logits = matmul(x[want_logits], self.head)  # (wanted,vocab)
+        logits = self.head(x[want_logits])  # (wanted,vocab)
         tap("logits", last, logits)
         tap("argmax", last, argmax(logits))
         return logits
@@ -145,24 +145,23 @@ class GoldenModel:
     def attention(self, number: int, layer: Layer, x: Float, cos: Float, sin: Float, spans: Sequence[Span], tap: Tap) -> Float:
         """Queries absorbed into the latent space, [q_nope w_kc | q_rope], meet cache rows [latent | k_rope]; values are the latents."""
         c, T = self.config, len(x)
-        joined = matmul(x, layer.input)
+        joined = layer.input(x)
         q, kv = joined[:, : -c.cache_dim], joined[:, -c.cache_dim :]  # (T,q_rank or H*(n+D)), (T,R+D)
         if layer.q_b is not None and layer.q_a_norm is not None:
             tap("q_a", number, q)
             q = rms_norm(q, layer.q_a_norm, c.latent_norm_eps)
             tap("q_a_norm", number, q)
-            q = matmul(q, layer.q_b)
+            q = layer.q_b(q)
         q = q.reshape(T, c.heads, c.nope_dim + c.rope_dim)
         tap("q", number, q)
         tap("kv_a", number, kv)
-        latent = rms_norm(kv[:, : c.kv_rank], layer.kv_a_norm, c.latent_norm_eps)
+        latent = self.to_cache(rms_norm(kv[:, : c.kv_rank], layer.kv_a_norm, c.latent_norm_eps))
         tap("latent", number, latent)
-        half_layout = c.rope_layout == "half"
-        q_rope = rope(q[..., c.nope_dim :], cos[:, None], sin[:, None], half_layout)
+        q_rope = self.rotate(q[..., c.nope_dim :], cos[:, None], sin[:, None])
         tap("q_rope", number, q_rope)
-        k_rope = rope(kv[:, c.kv_rank :], cos, sin, half_layout)
+        k_rope = self.to_cache(self.rotate(kv[:, c.kv_rank :], cos, sin))
         tap("k_rope", number, k_rope)
-        q_absorb = per_head(q[..., : c.nope_dim], layer.w_kc)  # (T,H,R)
+        q_absorb = layer.absorb(q[..., : c.nope_dim])  # (T,H,R)
         tap("q_absorb", number, q_absorb)
 
         query = np.concatenate([q_absorb, q_rope], axis=-1)  # (T,H,R+D)
@@ -180,38 +179,34 @@ class GoldenModel:
         tap("scores", number, scores)
         tap("probs", number, probs)
         tap("o_latent", number, o_latent)
-        o_heads = per_head(o_latent, layer.w_vc)  # (T,H,v)
+        o_heads = layer.unabsorb(o_latent)  # (T,H,v)
         tap("o_heads", number, o_heads)
-        out = matmul(o_heads.reshape(T, -1), layer.o)
+        out = layer.o(o_heads.reshape(T, -1))
         tap("attn_out", number, out)
         return out
 
     def dense(self, number: int, block: Dense, x: Float, tap: Tap, prefix: str = "") -> Float:
         """down(silu(gate) * up)"""
-        gate, up = halves(matmul(x, block.gate_up))
+        gate, up = halves(block.gate_up(x))
         tap(prefix + "gate", number, gate)
         tap(prefix + "up", number, up)
         act = swiglu(gate, up)
         tap(prefix + "act", number, act)
-        return matmul(act, block.down)
+        return block.down(act)
 
     def sparse(self, number: int, block: Sparse, x: Float, tap: Tap) -> Float:
         """sum_k weight_k * expert_k(x) + shared(x), summed as one operation."""
-        c, T = self.config, len(x)
-        logits = matmul(x, block.router)
+        logits = block.router(x)
         tap("router_logits", number, logits)
-        scores = router_scores(logits, c.scoring == "softmax")
+        scores = block.scores(logits)
         tap("router_scores", number, scores)
-        ids, weights = route(c, scores, block.router_bias)
+        ids, weights = block.route(scores)
         tap("expert_ids", number, ids)
         tap("expert_weights", number, weights)
-        pairs = ids.reshape(-1)  # (T*K,)
-        gate, up = halves(grouped_matmul(np.repeat(x, c.top_k, axis=0), block.gate_up, pairs))
-        act = swiglu(gate, up)
-        experts = grouped_matmul(act, block.down, pairs).reshape(T, c.top_k, -1)
-        tap("expert_gate", number, gate.reshape(T, c.top_k, -1))
-        tap("expert_up", number, up.reshape(T, c.top_k, -1))
-        tap("expert_act", number, act.reshape(T, c.top_k, -1))
+        gate, up, act, experts = block.experts(x, ids)
+        tap("expert_gate", number, gate)
+        tap("expert_up", number, up)
+        tap("expert_act", number, act)
         tap("expert_out", number, experts)
         if block.shared is None:
             return combine(weights, experts, None)
@@ -219,31 +214,38 @@ class GoldenModel:
         tap("shared_out", number, shared)
         return combine(weights, experts, shared)
 
-    def _layer(self, tensors: Weights, number: int) -> Layer:
-        def tensor(name: str) -> Float:
-            return tensors[f"{number}.{name}"]
+    def _layer(self, source: Source, number: int) -> Layer:
+        c, at = self.config, f"{number}."
 
-        c = self.config
+        def biased(*names: str) -> Product:
+            full = tuple(at + name for name in names)
+            return source.product(full, tuple(name + "_bias" for name in full) if c.attention_bias else ())
+
         return Layer(
-            attn_norm=tensor("attn_norm"),
-            input=prepare_joined(tensor("q_a" if c.q_rank else "q"), tensor("kv_a")),
-            q_a_norm=tensor("q_a_norm") if c.q_rank else None,
-            q_b=prepare(tensor("q_b")) if c.q_rank else None,
-            kv_a_norm=tensor("kv_a_norm"),
-            w_kc=prepare(tensor("w_kc")),
-            w_vc=prepare(tensor("w_vc")),
-            o=prepare(tensor("o")),
-            ffn_norm=tensor("ffn_norm"),
-            feed_forward=_dense(tensor) if c.is_dense(number) else _sparse(c, tensor),
+            attn_norm=self.weights[at + "attn_norm"],
+            input=biased("q_a" if c.q_rank else "q", "kv_a"),
+            q_a_norm=self.weights[at + "q_a_norm"] if c.q_rank else None,
+            q_b=source.product((at + "q_b",)) if c.q_rank else None,
+            kv_a_norm=self.weights[at + "kv_a_norm"],
+            absorb=source.heads(at + "w_kc"),
+            unabsorb=source.heads(at + "w_vc"),
+            o=biased("o"),
+            ffn_norm=self.weights[at + "ffn_norm"],
+            feed_forward=_dense(source, at) if c.is_dense(number) else self._sparse(source, number),
+        )
+
+    def _sparse(self, source: Source, number: int) -> Sparse:
+        c, at = self.config, f"{number}."
+        return Sparse(
+            router=source.product((at + "router",)),
+            scores=partial(router_scores, scoring_softmax=c.scoring == "softmax"),
+            route=router(c, self.weights[at + "router_bias"] if c.scoring == "sigmoid" else None),
+            experts=source.experts(number),
+            shared=_dense(source, at + "shared_") if c.shared_experts else None,
         )
 
 
 # ---- parts that op records share --------------------------------------------------------------------------------
-def per_head(x: Float, matrices: Float | Prepared) -> Float:
-    """x [T, H, i] times matrices [H, i, o], head by head -> [T, H, o]."""
-    return np.ascontiguousarray(matmul(x.transpose(1, 0, 2), matrices).transpose(1, 0, 2))
-
-
 def attention_scores(query: Float, keys: Float | Prepared, scale: float) -> Float:
     """query [T, H, C], keys [C, S] (transposed rows) -> scale * q.k as one operation, [T, H, S]; every key, visible or not."""
     T, H, C = query.shape
@@ -262,23 +264,8 @@ def argmax(logits: Float) -> Int:
     return ids
 
 
-def halves(joined: Float) -> tuple[Float, Float]:
-    half = joined.shape[-1] // 2
-    return joined[..., :half], joined[..., half:]
-
-
-def _dense(tensor: Callable[[str], Float], prefix: str = "") -> Dense:
-    return Dense(prepare_joined(tensor(prefix + "gate"), tensor(prefix + "up")), prepare(tensor(prefix + "down")))
-
-
-def _sparse(config: Config, tensor: Callable[[str], Float]) -> Sparse:
-    return Sparse(
-        router=prepare(tensor("router")),
-        router_bias=tensor("router_bias") if config.scoring == "sigmoid" else None,
-        gate_up=prepare_joined(tensor("expert_gate"), tensor("expert_up")),
-        down=prepare(tensor("expert_down")),
-        shared=_dense(tensor, "shared_") if config.shared_experts else None,
-    )
+def _dense(source: Source, prefix: str) -> Dense:
+    return Dense(source.product((prefix + "gate", prefix + "up")), source.product((prefix + "down",)))
 
 
 def _no_sink(name: str, layer: int, array: NDArray[Any]) -> None:
@@ -364,7 +351,7 @@ class GoldenSession:
         return self._caches[sequence]
 
     def _span(self, rows: Rows, sequence: int) -> Span:
-        """Visibility over the committed prefix and the ancestors-or-self inside the batch (C3)."""
+        """Visibility over the committed prefix and the ancestors-or-self inside the batch (C3), within the window by position (M10)."""
         index = np.flatnonzero(rows.sequence == sequence)
         if sequence not in self._caches:
             self._caches[sequence] = LatentCache(self.model.config)
@@ -372,8 +359,10 @@ class GoldenSession:
         local = np.full(len(rows), -1)
         local[index] = np.arange(len(index))
         parents = [int(local[parent]) if parent >= 0 else -1 for parent in rows.parent[index].tolist()]
-        cache.start(parents)
+        cache.start(parents, rows.position[index])
         visible = np.concatenate([np.ones((len(index), cache.length), np.bool_), ancestors(parents)], axis=1)
+        if window := self.model.config.window:
+            visible &= in_window(rows.position[index], cache.positions, window)
         return Span(slice(None) if len(index) == len(rows) else index, cache, visible)
 
     def _check(self, rows: Rows, want_logits: NDArray[np.bool_]) -> None:
@@ -386,16 +375,21 @@ class GoldenSession:
         ):
             if np.shape(array) != (count,):
                 raise RowsError(f"{name} has shape {list(np.shape(array))}, but the batch has {count} rows")
-        vocab = self.model.config.vocab
+        vocab, position_max = self.model.config.vocab, self.model.rotary.position_max
         for i, (token, position, parent) in enumerate(zip(rows.token.tolist(), rows.position.tolist(), rows.parent.tolist(), strict=True)):
             if not 0 <= token < vocab:
                 raise RowsError(f"row {i} has token {token}, but must be between 0 and {vocab - 1}")
-            if not 0 <= position < POSITION_MAX:
-                raise RowsError(f"row {i} has position {position}, but must be between 0 and {POSITION_MAX - 1}")
+            if not 0 <= position < position_max:
+                raise RowsError(f"row {i} has position {position}, but must be between 0 and {position_max - 1}")
             if not -1 <= parent < i:
                 raise RowsError(f"row {i} has parent {parent}, but must be -1 or an earlier row")
             if parent >= 0 and rows.sequence[parent] != rows.sequence[i]:
                 raise RowsError(f"row {i} of sequence {rows.sequence[i]} has a parent in sequence {rows.sequence[parent]}")
+
+
+def in_window(rows: NDArray[np.integer], keys: NDArray[np.integer], window: int) -> Mask:
+    """[T, S]: keys at positions above p - window, by position and not by slot: two nodes of one depth are equally far away."""
+    return np.asarray(keys[None, :] > rows[:, None] - window)
 
 
 def ancestors(parents: Sequence[int]) -> Mask:

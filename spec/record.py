@@ -7,7 +7,7 @@ generated from these records, and a test fails on drift. `oracles/ops/<op>.py` a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
@@ -29,7 +29,8 @@ class Tensor:
 class Op:
     """`function(inputs, params)` returns the outputs by name as golden bits.
 
-    `dims` explains each dimension word; a word may be "a+b" or "a*b" of others, or the name of an int parameter.
+    `dims` explains each dimension word; a word may be "a+b" or "a*b" of others, or the name of an int parameter. A parameter of
+    `defaults` may be left out: a call sends it only where it says something else, so that older engines and cases stay as they are.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Op:
     params: Mapping[str, str]  # name -> "int" | "float"
     outputs: tuple[Tensor, ...]
     function: Callable[[Arrays, Params], dict[str, NDArray[Any]]]
+    defaults: Params = field(default_factory=dict)
 
 
 def size(word: str, dims: Mapping[str, int]) -> int:

@@ -29,6 +29,8 @@ GUARD_DIGITS = 20  # covers positions up to 2**26 and the few dozen roundings of
 class Rotary:
     """The tables of one configuration: `tables(positions)`, P -> (cos, sin), each [T, rope_dim / 2]."""
 
+    position_max = POSITION_MAX
+
     def __init__(self, config: Config) -> None:
         self._config = config
         with precision(FREQUENCY_DIGITS):
@@ -71,6 +73,21 @@ class Rotary:
         for row, pair in np.argwhere(low != high):
             high[row, pair] = nearest32_decimal(partial(entry, self._config, int(positions[row]), int(pair), function))
         return high + np.float32(0)
+
+
+class CarriedTables:
+    """Tables that came with the weights (Config.rope_table_len): read, never computed."""
+
+    def __init__(self, cos: Float, sin: Float) -> None:
+        """cos, sin [n, D/2]"""
+        self._cos, self._sin = cos, sin
+        self.position_max = len(cos)
+
+    def tables(self, positions: NDArray[np.integer]) -> tuple[Float, Float]:
+        """Raises ValueError for a position that the tables do not have."""
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < self.position_max:
+            raise ValueError(f"positions must be between 0 and {self.position_max - 1}, the length of the carried tables")
+        return self._cos[positions], self._sin[positions]
 
 
 def frequencies(config: Config) -> list[Decimal]:

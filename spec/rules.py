@@ -18,8 +18,9 @@ from spec.config import preset
 from spec.dflash import Context, ContextError, DFlash, DFlashDrafter, target_features, tiny_dflash
 from spec.encodings import encode_bitpacked, encode_ggml_mask
 from spec.engine import Limits, Rows
+from spec.formats import dequantised_int4
 from spec.loops import ddtree, greedy, tree_rows
-from spec.model import GoldenModel
+from spec.model import GoldenModel, in_window
 from spec.ops import OPS
 from spec.sampling import Sampling, keyed_uniforms, scaled_logits
 from spec.schemes import LossyError, Place, leviathan, sample_and_match, scheme, target_only_coin
@@ -660,6 +661,20 @@ _MODEL_RULES = (
         "Head: logits = RMSNorm(h) @ head, or @ embed^T where tied.",
         "tied: the head is the embedding table, transposed, not a copy of it",
         DEEPSEEK,
+    ),
+    Rule(
+        "M10",
+        "Sliding window: a row at position p sees, of its keys, those at positions above p - window; distance is in positions, not in slots.",
+        "window 2, siblings at positions 4 and 4 in slots 4 and 5: both see position 3, neither the other, and slot 5 - 2 means nothing",
+        "this spec; hybrids and sliding-window drafters",
+        lambda: _equal(in_window(np.array([4, 4]), np.array([2, 3, 4, 4]), 2), [[False, True, True, True]] * 2),
+    ),
+    Rule(
+        "M11",
+        "Formats: bits have one exact value; a weight is value * scale (int4: exact in float32; fp8: RN32 once); a cache row is rounded once, on entry.",
+        "int4 word 0x0000000f is -1 (two's complement, lowest nibble first), times the scale 0.5 -> -0.5",
+        "compressed-tensors pack-quantized (there with an offset of 8); DeepSeek-V3 weight_scale_inv",
+        lambda: _equal(dequantised_int4(np.array([[15], [0], [0], [0]], np.int32), np.array([[0.5]], np.float32))[:2], [[-0.5], [0.0]]),
     ),
 )
 

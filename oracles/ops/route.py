@@ -14,16 +14,21 @@ from numpy.typing import NDArray
 from oracles.ball import Arithmetic, Ball, Wide, finish
 from oracles.compare import Equal, Expected, Near
 from oracles.ops.record import Arrays, Params
+from spec.config import Config
+from spec.ops.route import DEFAULTS
+from spec.routing import GROUP_FILL
 
 
 def expect(inputs: Arrays, params: Params, outputs: Arrays, a: Arithmetic) -> dict[str, Expected]:
     scores, found = inputs["scores"], outputs["ids"]
-    rule = Rule(int(params["top_k"]), int(params["groups"]), int(params["top_groups"]), bool(params["group_score_max"]))
+    given = {**DEFAULTS, **params}
+    fill = 0.0 if given["group_fill_zero"] else -np.inf
+    rule = Rule(int(params["top_k"]), int(params["groups"]), int(params["top_groups"]), bool(params["group_score_max"]), fill)
     ids = rule.choose(scores, inputs["bias"])
     valid = (found >= 0) & (found < scores.shape[-1])
     own = np.where(valid, found, ids)
-    scale, eps = (float(np.float32(params[name])) for name in ("routed_scale", "denominator_eps"))
-    ball = weights(Ball(scores), own, scale, bool(params["norm_top_k"]), eps, a)
+    scale, eps, clamp = (float(np.float32(given[name])) for name in ("routed_scale", "denominator_eps", "denominator_clamp"))
+    ball = weights(Ball(scores), own, scale, bool(params["norm_top_k"]), eps, a, clamp)
     if a.any_tie:
         ids = np.where(rule.is_tied(scores, inputs["bias"], own)[:, None], own, ids)
     return {"ids": Equal(in_order_of(found, ids), "M8"), "weights": Near(ball)}
@@ -31,19 +36,21 @@ def expect(inputs: Arrays, params: Params, outputs: Arrays, a: Arithmetic) -> di
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`top_k` experts out of the `top_groups` best of `groups` groups; a group counts by its best (`by_max`) or its two best."""
+    """`top_k` experts out of the `top_groups` best of `groups` groups; a group counts by its best (`by_max`) or its two best. An expert of
+    another group counts as `fill`: -inf, or 0, which beats negative choices."""
 
     top_k: int
     groups: int
     top_groups: int
     by_max: bool
+    fill: float = -np.inf
 
     def choose(self, scores: NDArray[Any], bias: NDArray[Any]) -> NDArray[np.int64]:
         """[T, top_k], best first: by fl32(score + bias) descending, then the lower id; of equal groups the lower one stays."""
         choice = _choice(scores, bias)
         if self.groups > 1:
             allowed = self._kept(self._rank(choice))
-            choice = np.where(np.repeat(allowed, choice.shape[1] // self.groups, 1), choice, np.float32(-np.inf))
+            choice = np.where(np.repeat(allowed, choice.shape[1] // self.groups, 1), choice, np.float32(self.fill))
         return np.argsort(-choice, -1, kind="stable")[:, : self.top_k]
 
     def is_forced(self, scores: Ball, bias: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.bool_]:
@@ -53,13 +60,13 @@ class Rule:
         low, high = _choice(_down(scores.mid - rad), bias), _choice(_up(scores.mid + rad), bias)
         chosen = np.zeros(low.shape, np.bool_)
         np.put_along_axis(chosen, ids, True, -1)
-        allowed = np.ones(low.shape, np.bool_)
         forced = np.ones(len(low), np.bool_)
         if self.groups > 1:
             kept = self._kept(self._rank(_choice(scores.mid.astype(np.float32), bias)))
             allowed = np.repeat(kept, low.shape[1] // self.groups, 1)
             forced = _ahead(self._rank(low), self._rank(high), kept, ~kept)
-        return np.asarray(forced & _ahead(low, high, chosen, allowed & ~chosen) & ~(chosen & ~allowed).any(-1))
+            low, high = (np.where(allowed, end, np.float32(self.fill)) for end in (low, high))
+        return np.asarray(forced & _ahead(low, high, chosen, ~chosen))
 
     def is_explained(self, scores: Ball, bias: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.bool_]:
         """[T]: some scores within the balls give the set `ids`. The witness lifts the chosen experts and lowers the others; with groups it is
@@ -68,6 +75,8 @@ class Rule:
         inside = np.clip(ids, 0, scores.mid.shape[1] - 1)
         ordered = np.sort(ids, -1)
         distinct = (inside == ids).all(-1) & (ordered[:, 1:] != ordered[:, :-1]).all(-1)
+        if self.groups > 1 and self.fill > -np.inf:
+            return np.asarray(distinct)  # experts of dropped groups may be chosen, too
         if self.groups > 1:
             of_group = np.sort(inside // (scores.mid.shape[1] // self.groups), -1)
             return np.asarray(distinct & (1 + (of_group[:, 1:] != of_group[:, :-1]).sum(-1) <= self.top_groups))
@@ -77,7 +86,11 @@ class Rule:
         return np.asarray(distinct & (np.sort(witness, -1) == ordered).all(-1))
 
     def is_tied(self, scores: NDArray[Any], bias: NDArray[Any], ids: NDArray[Any]) -> NDArray[np.bool_]:
-        """[T]: `ids` is a choice that some way to break ties gives: of equal groups any may stay, of equal experts any is chosen."""
+        """[T]: `ids` is a choice that some way to break ties gives: of equal groups any may stay, of equal experts any is chosen.
+
+        Where experts of dropped groups count as 0, they are all tied with one another: that is not explored, and nothing counts as a tie."""
+        if self.groups > 1 and self.fill > -np.inf:
+            return np.zeros(len(ids), np.bool_)
         choice = _choice(scores, bias)
         rank = self._rank(choice) if self.groups > 1 else np.zeros((len(choice), 1), choice.dtype)
         return np.array([self._tied(row, of_group, own) for row, of_group, own in zip(choice, rank, ids, strict=True)], np.bool_)
@@ -107,7 +120,7 @@ class Rule:
             gap = rank[:, self.top_groups - 1] - rank[:, self.top_groups]
         if self.groups > 1:
             allowed = self._kept(self._rank(choice))
-            choice = np.where(np.repeat(allowed, choice.shape[1] // self.groups, 1), choice, -np.inf)
+            choice = np.where(np.repeat(allowed, choice.shape[1] // self.groups, 1), choice, self.fill)
         if self.top_k < choice.shape[1]:
             ordered = -np.sort(-choice, -1)
             gap = np.minimum(gap, ordered[:, self.top_k - 1] - ordered[:, self.top_k])
@@ -154,8 +167,13 @@ def in_order_of(found: NDArray[Any], ids: NDArray[np.int64]) -> NDArray[Any]:
     return np.where(same, found, ids)
 
 
-def weights(scores: Ball, ids: NDArray[Any], scale: float, renormalise: bool, eps: float, a: Arithmetic) -> Ball:
-    """scale * s / (sum s + eps), or scale * s. rad = |w| (gamma(K + 4) + e_div): K - 1 additions, eps, a reciprocal and its product
+def rule_of(config: Config) -> Rule:
+    """The rule of a configuration."""
+    return Rule(config.top_k, config.groups, config.top_groups, config.group_score == "max", GROUP_FILL[config.group_fill])
+
+
+def weights(scores: Ball, ids: NDArray[Any], scale: float, renormalise: bool, eps: float, a: Arithmetic, clamp: float = 0.0) -> Ball:
+    """scale * s / max(sum s + eps, clamp), or scale * s; a clamp moves no further than its argument, so that it adds no error. rad = |w| (gamma(K + 4) + e_div): K - 1 additions, eps, a reciprocal and its product
     or a division, the scale. With scores of both signs the sum cancels, and its share of the error grows by sum|s| / |sum s|.
 
     FLUSH: each score may vanish, in the numerator and in the sum. INHERIT: numerator up, denominator down, and the reverse.
@@ -171,6 +189,8 @@ def weights(scores: Ball, ids: NDArray[Any], scale: float, renormalise: bool, ep
         return finish(mid, rad, np.square(mid * a.unit) / 3 if a.statistics else 0.0, a, rad_floor=a.eta * (1 + abs(scale)))
     with np.errstate(divide="ignore", invalid="ignore"):
         total = picked.mid.sum(-1, keepdims=True) + eps
+        if clamp:
+            total = np.maximum(total, clamp)
         size = picked.absolute.sum(-1, keepdims=True) + abs(eps)
         mid = picked.mid * scale / total
         of_sum = a.gamma(count + 1) * size / np.abs(total)
@@ -179,7 +199,7 @@ def weights(scores: Ball, ids: NDArray[Any], scale: float, renormalise: bool, ep
         growth = np.where(of_sum < 0.5, growth, np.inf)
         rad = np.abs(mid) * growth + lost
         if radius is not None:
-            low = np.maximum(np.abs(total) - radius.sum(-1, keepdims=True), 0.0)
+            low = np.maximum(np.abs(total) - radius.sum(-1, keepdims=True), clamp)
             inherited = abs(scale) * (picked.absolute + radius) / low - np.abs(mid)
             rad = inherited + rad + inherited * growth
     variance = np.square(mid * a.unit) * (count + 3) / 3 if a.statistics else 0.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from spec.model import per_head
+from spec.products import per_head
 from spec.record import Arrays, Op, Params, Tensor
 
 

@@ -15,13 +15,19 @@ from spec.routing import choose
 def golden(inputs: Arrays, params: Params) -> dict[str, NDArray[Any]]:
     """T = rows, E = experts. Ids in descending order of choice."""
     scores = inputs["scores"]
+    given = {**DEFAULTS, **params}
     ids = choose(
-        scores, inputs["bias"], int(params["top_k"]), int(params["groups"]), int(params["top_groups"]), bool(params["group_score_max"])
-    )
+        scores, inputs["bias"], int(given["top_k"]), int(given["groups"]), int(given["top_groups"]), bool(given["group_score_max"]),
+        0.0 if given["group_fill_zero"] else -np.inf,
+    )  # fmt: skip
     chosen = np.take_along_axis(scores, ids, axis=1)
-    weights = top_k_weights(chosen, float(params["routed_scale"]), bool(params["norm_top_k"]), float(params["denominator_eps"]))
+    weights = top_k_weights(
+        chosen, float(given["routed_scale"]), bool(given["norm_top_k"]), float(given["denominator_eps"]), float(given["denominator_clamp"])
+    )
     return {"ids": ids, "weights": weights}
 
+
+DEFAULTS: Params = {"group_fill_zero": 0, "denominator_clamp": 0.0}
 
 RECORD = Op(
     name="route",
@@ -37,7 +43,10 @@ RECORD = Op(
         "norm_top_k": "int",
         "routed_scale": "float",
         "denominator_eps": "float",
+        "group_fill_zero": "int",
+        "denominator_clamp": "float",
     },
+    defaults=DEFAULTS,
     outputs=(Tensor("ids", ("T", "top_k"), "int32"), Tensor("weights", ("T", "top_k"))),
     function=golden,
 )

@@ -20,6 +20,7 @@ DIMS = {
 PARAMS: dict[str, int | float] = {
     "eps": 1e-6, "scale": 0.3, "half_layout": 1, "softmax": 0, "top_k": 2, "groups": 4, "top_groups": 2, "group_score_max": 0,
     "norm_top_k": 1, "routed_scale": 1.5, "denominator_eps": 1e-20, "kv_rank": 4, "budget": 5, "root": 1, "prefix_len": 3,
+    "group_fill_zero": 0, "denominator_clamp": 0.0,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {  # operands that are not arbitrary numbers
     "embed": {"ids": [8, 0, 3]},
