@@ -6,9 +6,21 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from campaigns.runner import EngineResult, Options, Progress, Shards, check_engine, run_row, silent
+from campaigns.runner import (
+    EngineResult,
+    Options,
+    Progress,
+    Shards,
+    check_engine,
+    loaded_or_not,
+    refuse_nothing_loaded,
+    run_row,
+    silent,
+    told,
+)
 from reports.store import Store
 
 DISCOVERY_MIN_S = 5.0  # even after a long replay, so that a short budget still looks for something new
@@ -42,7 +54,9 @@ def nightly(engines: Sequence[str], options: Options, seconds: float, progress: 
     stopped = "error"
     try:
         for engine in engines:
-            results.append(_one(engine, run_id, options, seconds / len(engines), progress))
+            share = seconds / len(engines)
+            results.append(loaded_or_not(engine, partial(_one, engine, run_id, options, share, progress), told(engines, progress)))
+        refuse_nothing_loaded(results)
         stopped = "budget"
     except KeyboardInterrupt:
         stopped = "interrupted"

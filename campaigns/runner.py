@@ -16,12 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from oracles.judgement import FINDINGS, RUNGS
-from reports.store import Store
+from reports.store import Store, StoreError
 
 TRIALS = 10_000  # per engine; with the frozen mix 1,500 of them are sessions of at least 24 rows
 MINIMISE_MAX = 12  # findings per engine and check: of a gross defect the first rungs show it, the rest are its consequences
@@ -76,6 +77,7 @@ class EngineResult:
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)  # finding_id -> last event
     first_finding_s: float = -1.0
     nothing: str = ""
+    not_loaded: str = ""  # why; set only where other engines of the check were verified
 
     @property
     def first_failing_rung(self) -> str:
@@ -101,7 +103,7 @@ class EngineResult:
         return {
             "engine": self.engine, "trials": self.trials, "frozen_mix_sessions": self.frozen, "failing_trials": self.failing, "seconds": round(self.seconds, 3),
             "by_kind": self.by_kind, "verdicts": self.verdicts, "ladder": self.tallies, "first_failing_rung": self.first_failing_rung, "checked": self.verified,
-            "unverified_share": self.unverified_share, "findings": list(self.findings.values()), "nothing": self.nothing,
+            "unverified_share": self.unverified_share, "findings": list(self.findings.values()), "nothing": self.nothing, "not_loaded": self.not_loaded,
         }  # fmt: skip
 
 
@@ -114,14 +116,18 @@ def silent(engine: str, event: Mapping[str, Any]) -> None:
 
 
 def check(engines: Sequence[str], options: Options, progress: Progress = silent) -> tuple[str, list[EngineResult]]:
-    """(run_id, one result per engine). Raises NotLoadable, ShardError, StoreError; the run in the store says why it stopped."""
+    """(run_id, one result per engine). Raises NotLoadable, ShardError, StoreError; the run in the store says why it stopped.
+
+    An engine that cannot be loaded keeps no other from being checked: NotLoadable only where none could be loaded.
+    """
     with Store.create_or_open(options.store) as store:
         run_id = store.start_run(run_row(engines, options))
     results: list[EngineResult] = []
     stopped = "error"
     try:
         for engine in engines:
-            results.append(check_engine(engine, run_id, options, progress))
+            results.append(loaded_or_not(engine, partial(check_engine, engine, run_id, options, progress), told(engines, progress)))
+        refuse_nothing_loaded(results)
         stopped = "complete" if options.seconds is None else "budget"
     except KeyboardInterrupt:
         stopped = "interrupted"
@@ -130,6 +136,26 @@ def check(engines: Sequence[str], options: Options, progress: Progress = silent)
         with Store.create_or_open(options.store) as store:
             store.finish_run(run_id, {"stopped": stopped, "trials": sum(result.trials for result in results)})
     return run_id, results
+
+
+def loaded_or_not(engine: str, run: Callable[[], EngineResult], progress: Progress) -> EngineResult:
+    """What `run` gives; where the engine cannot be loaded, a result that says so."""
+    try:
+        return run()
+    except NotLoadable as problem:
+        progress(engine, {"event": "not loaded", "message": str(problem)})
+        return EngineResult(engine, not_loaded=str(problem))
+
+
+def told(engines: Sequence[str], progress: Progress) -> Progress:
+    """Of an only engine that cannot be loaded the error tells; of one among several, `progress`."""
+    return progress if len(engines) > 1 else silent
+
+
+def refuse_nothing_loaded(results: Sequence[EngineResult]) -> None:
+    """Raises NotLoadable where not one engine could be loaded."""
+    if results and all(result.not_loaded for result in results):
+        raise NotLoadable("; ".join(dict.fromkeys(result.not_loaded for result in results)))
 
 
 def run_row(engines: Sequence[str], options: Options) -> dict[str, Any]:
@@ -279,7 +305,7 @@ class Shards:
         self._busy.discard(number)
 
     def events(self, busy: set[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(shard, event) until no shard is busy. Raises NotLoadable, or ShardError when a shard ends in the middle of a job."""
+        """(shard, event) until no shard is busy. Raises NotLoadable, StoreError, or ShardError when a shard ends in the middle of a job."""
         self._busy = set(busy)
         buffers: dict[int, bytes] = {}
         while self._busy:
@@ -295,6 +321,8 @@ class Shards:
                     event = json.loads(line)
                     if event["event"] == "not loadable":
                         raise NotLoadable(event["message"])
+                    if event["event"] == "store":
+                        raise StoreError(*event["problem"])
                     if event["event"] == "error":
                         raise ShardError(event["message"])
                     yield number, event

@@ -7,6 +7,7 @@ engine runs in a worker below it. A new finding is in the store before its event
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import json
 import os
@@ -29,7 +30,7 @@ from campaigns.strategies import in_frozen_mix
 from campaigns.trial import Bench, Outcome, patience, takes_views
 from impls.registry import UnknownEngine
 from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict
-from reports.store import Store
+from reports.store import Store, StoreError
 from reports.store import fingerprint as store_fingerprint
 
 EVENT_EVERY_S = 0.5
@@ -347,7 +348,7 @@ def jobs(stream: IO[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Exit 0: told to stop, 3: the engine cannot be loaded, 4: an error of ours."""
+    """Exit 0: told to stop, 2: the store cannot be written, 3: the engine cannot be loaded, 4: an error of ours."""
     die_with_parent()
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever prints goes to the log, not between the events
@@ -368,6 +369,10 @@ def main() -> int:
     except (EngineLoadError, UnknownEngine) as problem:
         print(json.dumps({"event": "not loadable", "message": str(problem)}), file=events, flush=True)
         return 3
+    except StoreError as problem:
+        fields = (problem.path, problem.found, problem.expected, problem.advice)
+        print(json.dumps({"event": "store", "problem": fields}), file=events, flush=True)
+        return 2
     except Exception as problem:
         told = "; ".join(getattr(problem, "__notes__", ()))
         print(json.dumps({"event": "error", "message": f"{type(problem).__name__}: {problem} {told}"}), file=events, flush=True)
@@ -375,7 +380,8 @@ def main() -> int:
         return 4
     finally:
         if shard is not None:
-            shard.close()
+            with contextlib.suppress(StoreError):  # it has been said; a store that fails only here has lost no finding
+                shard.close()
 
 
 if __name__ == "__main__":

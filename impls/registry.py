@@ -119,7 +119,8 @@ def _built(variant: str | None) -> Path:
     except build.UnknownPlant as problem:
         raise UnknownEngine(str(problem)) from None
     except build.NoCompiler as problem:
-        raise EngineLoadError("native", str(problem), "the native engine is compiled at first use", "install a C++17 compiler") from problem
+        found, _, advice = str(problem).partition(": ")
+        raise EngineLoadError("native", found, "this engine is compiled at first use", advice or "install a C++17 compiler") from problem
     except build.BuildError as problem:
         raise EngineLoadError("native", str(problem), "the native engine must compile", "see the compiler's message") from problem
 

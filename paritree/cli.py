@@ -295,7 +295,7 @@ def check(options: Options) -> int:
         print(json.dumps({"run_id": run_id, "exit_code": code, "report": page, "engines": [result.plain() for result in results]}))
     else:
         for result in results:
-            print(console.ladder(result))
+            print(console.ladder(result, _other_store(options)))
         if page:
             print(f"report: {page}")
     return code
@@ -318,7 +318,8 @@ def nightly(options: Options) -> int:
     log.end()
     page = _page(options)
     verified = any(result.verified for result in night.results)
-    code = FINDINGS if night.failing else CLEAN if verified else NOTHING
+    missing = any(result.not_loaded for result in night.results)
+    code = FINDINGS if night.failing else NOT_LOADABLE if missing else CLEAN if verified else NOTHING
     if options.json:
         groups = {status: [row["finding_id"] for row in rows] for status, rows in night.by_status().items()}
         engines_ = [result.plain() for result in night.results]
@@ -335,10 +336,14 @@ def nightly(options: Options) -> int:
             )
         )
     else:
-        print(console.night(night))
+        print(console.night(night, _other_store(options)))
         if page:
             print(f"report: {page}")
     return code
+
+
+def _other_store(options: Options) -> str:
+    return "" if options.store == DEFAULT_STORE else str(options.store)
 
 
 def _page(options: Options) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from campaigns.bisect import Location
     from campaigns.nightly import Night
     from campaigns.runner import EngineResult
+    from campaigns.tree_profile import TreeProfileReport
     from campaigns.vectors_check import Checked
     from spec.engine import Description
-    from campaigns.tree_profile import TreeProfileReport
 
 LINE_EVERY_S = 10.0  # in a log; on a terminal the line is rewritten
 SHOWN_PER_VECTOR = 3
@@ -50,6 +51,8 @@ class Log:
         if event["event"] == "finding":
             note = f" [{event['note']}]" if event.get("note") else ""
             print(f"{engine}: {event['finding_id']} {event['status']}{note}: {first_line(event['message'])}", file=sys.stderr, flush=True)
+        elif event["event"] == "not loaded":
+            print(not_checked(engine, event["message"]), file=sys.stderr, flush=True)
         elif event["event"] == "minimised":
             result = f"smallest case after {event['checks']} checks" if event["minimal"] else event["note"]
             print(f"{engine}: {event['finding_id']} {result}", file=sys.stderr, flush=True)
@@ -68,17 +71,22 @@ def first_line(text: str) -> str:
 
 
 def exit_code(results: Iterable[EngineResult]) -> int:
-    """1 where anything was found, 5 where an engine had nothing that could be verified, else 0."""
+    """1 where anything was found, 3 where an engine could not be loaded, 5 where one had nothing that could be verified, else 0."""
     every = list(results)
     if any(result.findings or result.failing for result in every):
         return 1
+    if any(result.not_loaded for result in every):
+        return 3
     return 5 if any(not result.verified for result in every) else 0
 
 
-def ladder(result: EngineResult) -> str:
-    """One engine: trials, a line per rung, findings."""
+def ladder(result: EngineResult, store: str = "") -> str:
+    """One engine: trials, a line per rung, findings, each with its command; `store`: where it is not the default."""
+    if result.not_loaded:
+        return not_checked(result.engine, result.not_loaded)
+    where = f" --store {shlex.quote(store)}" if store else ""
     lines = [
-        f"{result.engine}: {result.trials:,} trials in {result.seconds:.0f} s, {result.frozen:,} frozen-mix sessions, {result.verified:,} values compared"
+        f"{result.engine}: {result.trials:,} trials in {result.seconds:.0f} s, {result.frozen:,} frozen-mix sessions, {result.verified:,} values compared, {percentage(result.unverified_share)} UNVERIFIED"
     ]
     if result.nothing:
         lines.append(f"  nothing to check: {result.nothing}")
@@ -105,22 +113,29 @@ def ladder(result: EngineResult) -> str:
             lines.append(f"      at {first_line(event['located'])}")
         if event.get("note"):
             lines.append(f"      {event['note']}")
-        lines.append(f"      paritree replay {event['finding_id']} --engine {result.engine}")
+        lines.append(f"      paritree replay {event['finding_id']} --engine {shlex.quote(result.engine)}{where}")
     return "\n".join(lines)
+
+
+def not_checked(engine: str, reason: str) -> str:
+    return f"{engine}: not checked: {reason.removeprefix(f'{engine}: ')}"
 
 
 def share(part: int, whole: int) -> str:
     """A percentage that is 0 % or 100 % only where it is exactly that."""
-    if not whole or not part:
+    return percentage(part / whole if whole else 0.0)
+
+
+def percentage(value: float) -> str:
+    if value <= 0:
         return "0 %"
-    if part == whole:
+    if value >= 1:
         return "100 %"
-    percent = 100 * part / whole
-    return f"{min(99.99, max(0.01, percent)):.2f} %"
+    return f"{min(99.99, max(0.01, 100 * value)):.2f} %"
 
 
-def night(result: Night) -> str:
-    lines = [ladder(one) for one in result.results]
+def night(result: Night, store: str = "") -> str:
+    lines = [ladder(one, store) for one in result.results]
     for status, rows in result.by_status().items():
         for row in rows:
             accepted = " (accepted in the ledger)" if row["finding_id"] in result.accepted else ""
@@ -266,7 +281,10 @@ def print_vectors(author: Description, checked: Sequence[Checked], *, as_json: b
         if len(told) > SHOWN_PER_VECTOR:
             print(f"    and {len(told) - SHOWN_PER_VECTOR} more, perhaps consequences of these: --json lists them")
     counts = Counter(str(one.verdict) for one in checked)
-    print(f"{author.name} {author.version} under {author.profile.name}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    print(
+        f"{author.name} {author.version} under {author.profile.name}: "
+        + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+    )
     rules = sorted({one.worst.rule for one in wrong if one.worst is not None and " " not in one.worst.rule})
     if rules:
         print(f"what the rules say: paritree explain {' '.join(rules)}")

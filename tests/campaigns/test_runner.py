@@ -127,6 +127,25 @@ def test_an_engine_that_cannot_be_loaded_ends_the_run_and_the_store_says_error(t
         assert [run["stopped"] for run in store.runs()] == ["error"]
 
 
+def test_an_engine_that_cannot_be_loaded_keeps_no_other_from_being_checked(tmp_path: Path, toy: Path) -> None:
+    _, (missing, checked) = check(["blokced", ENGINE], options(tmp_path, trials=20))
+    assert "did you mean 'blocked'" in missing.not_loaded
+    assert not missing.trials
+    assert checked.trials >= 20
+    assert not checked.not_loaded
+
+
+def test_a_disk_that_fills_up_is_one_error_of_the_store(tmp_path: Path, toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`/proc` stands for the full disk: a folder that exists and in which nobody, root included, can make a file."""
+    with Store.create_or_open(tmp_path / "store"):
+        pass
+    shutil.rmtree(tmp_path / "store" / "parts" / "trials")
+    (tmp_path / "store" / "parts" / "trials").symlink_to("/proc")
+    with pytest.raises(StoreError, match="parts/trials"):
+        check([ENGINE], options(tmp_path, trials=20))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_store_that_is_none_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "holiday.jpg").write_text("")

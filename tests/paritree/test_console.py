@@ -37,6 +37,17 @@ def test_exit_codes_follow_findings_and_what_was_verified() -> None:
     assert console.exit_code([result(EXACT=3)]) == 0
     assert console.exit_code([result(EXACT=3), result(DEFECT=1)]) == 1
     assert console.exit_code([result(EXACT=3), nothing]) == 5
+    missing = EngineResult("other", not_loaded="other: there is no compiler")
+    assert console.exit_code([missing, result(EXACT=3)]) == 3
+    assert console.exit_code([missing, result(DEFECT=1)]) == 1
+    assert console.ladder(missing) == "other: not checked: there is no compiler"
+
+
+def test_the_replay_of_a_finding_names_a_store_that_is_not_the_default() -> None:
+    broken = result(DEFECT=1)
+    broken.findings["F-1"] = {"finding_id": "F-1", "message": "off"}
+    assert console.ladder(broken).endswith("paritree replay F-1 --engine mine")
+    assert console.ladder(broken, "my store").endswith("paritree replay F-1 --engine mine --store 'my store'")
 
 
 def test_judgements_without_a_finite_number_are_json() -> None:
