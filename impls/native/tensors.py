@@ -64,7 +64,7 @@ class Operand:
 
     def point_to(self, array: NDArray[Any]) -> None:
         """Raises EngineError for strides that are not whole elements."""
-        self._sizes[:] = array.shape
+        self._sizes[:] = list(array.shape)
         if array.flags.c_contiguous:
             if self._strided:
                 self._tensor.strides = None

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from numpy.typing import NDArray
 
 from campaigns.case import OpCase, SessionCase, TreeCase
-from campaigns.isolation import execute
+from campaigns.isolation import InProcess
 from campaigns.strategies import op_cases, session_cases, tree_cases
 from campaigns.trial import Bench
 from campaigns.weights import weights_for
@@ -69,25 +69,8 @@ def chain(tokens: list[int], sequence: int = 0, start: int = 0) -> Rows:
     return batch(*((sequence, token, start + i, i - 1) for i, token in enumerate(tokens)))
 
 
-class InProcess:
-    """`campaigns.trial.Worker` without a process of its own."""
-
-    def __init__(self, engine: LibraryEngine) -> None:
-        self.engine = engine
-        self.description = engine.describe()
-
-    def calls(self, calls: Any) -> Any:
-        return execute.run_calls(self.engine, calls)
-
-    def tree(self, job: Any) -> Any:
-        return execute.run_tree(self.engine, job)
-
-    def script(self, script: Any) -> Any:
-        return execute.run_script(self.engine, script, weights_for)
-
-
 def findings(engine: LibraryEngine, case: OpCase | TreeCase | SessionCase) -> list[str]:
-    judgements = Bench(InProcess(engine)).outcome(case).judgements
+    judgements = Bench(InProcess(engine, weights=weights_for)).outcome(case).judgements
     assert judgements
     return [f"{j.verdict} {j.op} {j.tap} {j.rule}: {j.message}" for j in judgements if j.verdict in FINDINGS or j.verdict == "UNSUPPORTED"]
 
