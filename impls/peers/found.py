@@ -67,7 +67,7 @@ def flash_attention_halves_the_cache() -> tuple[bool, list[str]]:
     from impls.peers import llama_library as llama
     from impls.peers.llamacpp_engine import LlamaCppEngine, Options
 
-    config = preset("tiny")
+    config = _for_llama()
     weights = random_weights(config, 0)
     large = dict(weights)  # the same function of real numbers: latents times 1e5, their readers divided by it
     for name, factor in (("kv_a_norm", 1e5), ("w_kc", 1e-5), ("w_vc", 1e-5)):
@@ -86,7 +86,7 @@ def flash_attention_halves_the_cache() -> tuple[bool, list[str]]:
 def yarn_betas_of_the_file_are_ignored() -> tuple[bool, list[str]]:
     from impls.peers.llamacpp_engine import LlamaCppEngine, Options
 
-    config = preset("tiny", rope_dim=16, yarn=Yarn(64.0, 4096, 1.0, 1.0, 1.0, 1.0))  # beta_fast 1: Kimi-K2-Instruct
+    config = _for_llama(rope_dim=16, yarn=Yarn(64.0, 4096, 1.0, 1.0, 1.0, 1.0))  # beta_fast 1: Kimi-K2-Instruct
     weights = random_weights(config, 0)
     rows = chain(TOKENS, 100)
     due = golden(config, weights, rows)
@@ -103,15 +103,16 @@ def yarn_betas_of_the_file_are_ignored() -> tuple[bool, list[str]]:
 def expert_weights_are_clamped() -> tuple[bool, list[str]]:
     from impls.peers.llamacpp_engine import LlamaCppEngine
 
-    config = preset("tiny")
+    config = _for_llama()
+    asked = dataclasses.replace(config, denominator_clamp=0.0)
     weights = dict(random_weights(config, 0))
     weights["1.router"] = weights["1.router"] * np.float32(8)  # logits about -16 for some experts,
     weights["1.router_bias"] = weights["1.router_bias"] * np.float32(100)  # which the correction bias chooses all the same
     rows = chain(TOKENS)
-    found, due = _tapped(LlamaCppEngine(), config, weights, rows, "expert_weights"), _golden_tap(config, weights, rows, "expert_weights")
+    found, due = _tapped(LlamaCppEngine(), config, weights, rows, "expert_weights"), _golden_tap(asked, weights, rows, "expert_weights")
     sums, scale = found.sum(-1), config.routed_scale
     row = int(sums.argmin())
-    wrong = error(logits(LlamaCppEngine(), config, weights, rows), golden(config, weights, rows))
+    wrong = error(logits(LlamaCppEngine(), config, weights, rows), golden(asked, weights, rows))
     return float(sums.min()) < scale / 2 and wrong > ROUNDING, [
         f"row {row}: weights of the chosen experts sum to {sums[row]:.3g}, should be norm_topk_prob: 1 times routed_scaling_factor = {scale}",
         f"golden weights {np.array2string(due[row], precision=4)}, llama.cpp {np.array2string(found[row], precision=4)}; logit error {wrong:.2g}",
@@ -154,7 +155,7 @@ def lite_by_layer_count() -> tuple[bool, list[str]]:
     from impls.peers.llamacpp_engine import LlamaCppEngine
     from spec.engine import EngineError
 
-    config = preset("tiny", layers=26, hidden=16, vocab=96, experts=4, expert_dim=4, dense_dim=8)
+    config = _for_llama(layers=26, hidden=16, vocab=96, experts=4, expert_dim=4, dense_dim=8)
     outcome = {}
     kept, gguf_weights.GUESSED_LAYERS = gguf_weights.GUESSED_LAYERS, ()
     try:
@@ -290,7 +291,7 @@ LONG: dict[str, Any] = {
 def llama_float32_angles() -> tuple[bool, list[str]]:
     from impls.peers.llamacpp_engine import LlamaCppEngine
 
-    return float32_angles(LlamaCppEngine, preset("tiny", **LONG))
+    return float32_angles(LlamaCppEngine, _for_llama(**LONG))
 
 
 def transformers_float32_angles() -> tuple[bool, list[str]]:
@@ -300,6 +301,12 @@ def transformers_float32_angles() -> tuple[bool, list[str]]:
 
 
 # Helpers
+
+
+def _for_llama(**changes: Any) -> Config:
+    from impls.peers.gguf_weights import CLAMP
+
+    return preset("tiny", **({"denominator_clamp": CLAMP} | changes))
 
 
 def _for_transformers(**changes: Any) -> Config:

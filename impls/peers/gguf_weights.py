@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from impls.peers.sequences import refuse_unfamiliar
 from spec.config import Config
 from spec.engine import Unsupported
 from spec.weights import Provider, checked_tensor, weight_shapes
 
 ARCHITECTURE = "deepseek2"
 GUESSED_LAYERS = (26, 27)  # the loader takes these for the "lite" model without q_lora and does not read the key
+CLAMP = 2.0**-14  # llama.cpp: the smallest normal float16, the least that it divides expert weights by
+KNOWN = frozenset({"scoring", "group_score", "norm_top_k", "denominator_eps", "denominator_clamp", "latent_eps", "rope_layout", "tied"})
 CONTEXT_MAX = 1 << 20  # tokens; written as the trained context where no YaRN section gives one
 
 TOP = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
@@ -36,14 +39,17 @@ AS_IT_IS = ("embed", "attn_norm", "q_a_norm", "kv_a_norm", "ffn_norm", "norm", "
 def refuse(config: Config) -> None:
     """Raises Unsupported, with the reason, for a configuration that a deepseek2 GGUF cannot express."""
     c = config
+    refuse_unfamiliar(c, KNOWN, "a deepseek2 GGUF")
     sparse = c.first_dense < c.layers
+    if sparse and c.norm_top_k and c.denominator_clamp != CLAMP:
+        raise Unsupported(f"llama.cpp clamps the sum of the chosen scores at {CLAMP:g}, not at {c.denominator_clamp:g}")
     if c.rope_layout != "interleaved":
         raise Unsupported("a deepseek2 GGUF rotates interleaved pairs; rope_layout 'half' has no key")
     if c.latent_norm_eps != c.rms_eps:
         raise Unsupported(f"a GGUF has one norm eps; latent_eps {c.latent_norm_eps:g} differs from rms_eps {c.rms_eps:g}")
     if c.layers in GUESSED_LAYERS and c.q_rank:
         raise Unsupported(f"the loader takes {c.layers} layers for a model without q_lora and does not read q_lora_rank")
-    if sparse and c.groups > 1 and c.group_score == "max":
+    if sparse and c.groups > c.top_groups and c.group_score == "max":
         raise Unsupported("llama.cpp ranks groups by the sum of their two best; group_score 'max' has no key")
     if sparse and not c.shared_experts:
         raise Unsupported("the loader of deepseek2 demands a shared expert")
@@ -106,7 +112,7 @@ def _keys(writer: Any, c: Config) -> None:
     writer.add_expert_weights_scale(c.routed_scale)
     writer.add_expert_weights_norm(c.norm_top_k)
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if c.scoring == "sigmoid" else gguf.ExpertGatingFuncType.SOFTMAX)
-    if c.groups > 1:
+    if c.groups > c.top_groups:  # all groups kept is no groups, and aborts the loader
         writer.add_expert_group_count(c.groups)
         writer.add_expert_group_used_count(c.top_groups)
     if y:

@@ -23,11 +23,12 @@ from impls.peers import gguf_weights
 from impls.peers import llama_library as llama
 from impls.peers.sequences import Span, check_descends, check_path, spans_of
 from spec.config import Config
-from spec.engine import Description, Drafter, EngineError, Float, Generation, Int, Limits, Profile, Rows, TapSink, Unsupported
+from spec.engine import Departure, Description, Drafter, EngineError, Float, Generation, Int, Limits, Profile, Rows, TapSink, Unsupported
 from spec.weights import Provider
 
 # ggml: float32 products and sums in any order, exp by polynomial, 1/sqrtf, the angle of pair i by i multiplications with theta^(-2/D)
 PROFILE = Profile("llama.cpp-float32", angle_roundings=8.0, angle_roundings_per_pair=4.0)
+DEPARTURES = (Departure("denominator_clamp", gguf_weights.CLAMP, "the sum of the chosen scores is clamped before the division"),)
 CAPABILITIES = frozenset({"forward", "taps", "commit", "cache_rows", "fork", "evict"})
 SEQUENCES_MAX = 128  # ids of llama.cpp: sequences of ours, and the leaves of every tree in a batch
 POSITIONS_END = -1  # llama.cpp: to the end
@@ -82,7 +83,7 @@ class LlamaCppEngine:
         check_tree(self)
 
     def describe(self) -> Description:
-        return Description(self._name, f"xllamacpp {llama.package_version()}", PROFILE, CAPABILITIES, frozenset(), OFFERED)
+        return Description(self._name, f"xllamacpp {llama.package_version()}", PROFILE, CAPABILITIES, frozenset(), OFFERED, DEPARTURES)
 
     def run_op(
         self, op: str, inputs: Mapping[str, NDArray[Any]], params: Mapping[str, int | float], outputs: Mapping[str, NDArray[Any]]
@@ -100,7 +101,7 @@ def check_tree(engine: LlamaCppEngine) -> None:
     from spec.config import preset
     from spec.weights import random_tensor
 
-    config = preset("tiny", layers=2)
+    config = preset("tiny", denominator_clamp=gguf_weights.CLAMP)
     rows = {
         "tree": ((5, 7, 9, 11), (-1, 0, 0, 1)),
         "chain of the first leaf": ((5, 7, 11), (-1, 0, 1)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spec.config import Config
+from spec.config import Config, unfamiliar_switches
 from spec.engine import EngineError, Int, Rows, Unsupported
 
 Index = NDArray[np.intp]
@@ -66,6 +66,12 @@ def spans_of(config: Config, rows: Rows) -> list[Span]:
             parents.append(local[parent])
         out.append(Span(sequence, at, tuple(parents), np.array(rows.position[at], np.int32), np.array(rows.token[at], np.int32)))
     return out
+
+
+def refuse_unfamiliar(config: Config, known: frozenset[str], engine: str) -> None:
+    """Raises Unsupported for a switch of the configuration that the engine has never heard of, and would ignore."""
+    for name in unfamiliar_switches(config, known):
+        raise Unsupported(f"{engine} has no {name}; the configuration says {getattr(config, name)}")
 
 
 def check_path(path: Sequence[int], pending: int) -> None:

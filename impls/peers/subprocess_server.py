@@ -6,6 +6,7 @@ to the protocol, so everything else goes to standard error.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import IO, Any
@@ -128,16 +129,16 @@ def _plain(generation: Generation) -> dict[str, Any]:
 
 def config_of(parameters: Mapping[str, Any]) -> Config:
     """The inverse of spec.config.as_parameters, up to `softmax_scale`, which follows from the rest."""
-    words: dict[str, Any] = {
-        "scoring": "softmax" if parameters["scoring_softmax"] else "sigmoid",
-        "group_score": "max" if parameters["group_score_max"] else "top2_sum",
-        "rope_layout": "half" if parameters["rope_layout_half"] else "interleaved",
-    }
-    skipped = ("scoring_softmax", "group_score_max", "rope_layout_half", "softmax_scale")
-    plain: dict[str, Any] = {name: value for name, value in parameters.items() if name not in skipped and not name.startswith("yarn_")}
+    fields: dict[str, Any] = {}
+    for item in dataclasses.fields(Config):
+        words = item.metadata.get("values", ())
+        key = f"{item.name}_{words[1]}" if len(words) == 2 else item.name
+        if key not in parameters or item.name == "yarn":
+            continue
+        value = parameters[key]
+        fields[item.name] = words[int(value)] if words else bool(value) if isinstance(item.default, bool) else value
     yarn = {name.removeprefix("yarn_"): value for name, value in parameters.items() if name.startswith("yarn_")}
-    plain |= {name: bool(plain[name]) for name in ("norm_top_k", "tied")}
-    return Config(**(plain | words), yarn=Yarn(**yarn) if yarn else None)
+    return Config(**fields, yarn=Yarn(**yarn) if yarn else None)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-from impls.peers.sequences import Span, check_path, spans_of
+from impls.peers.sequences import Span, check_path, refuse_unfamiliar, spans_of
 from spec.config import Config
 from spec.engine import Departure, Description, Drafter, EngineError, Float, Generation, Int, Limits, Profile, Rows, TapSink, Unsupported
 from spec.taps import all_tap_names
@@ -32,6 +32,7 @@ PROFILE = Profile("torch-float32", angle_roundings=32.0, ties="any")
 CAPABILITIES = frozenset({"forward", "taps", "commit", "cache_rows", "fork", "evict"})
 NEVER = frozenset({"q_absorb", "o_latent", "argmax"})
 IN_ATTENTION = frozenset({"scores", "probs"})  # seen only where attention is eager
+KNOWN = frozenset({"scoring", "group_score", "norm_top_k", "denominator_eps", "latent_eps", "rope_layout", "tied", "attention_bias"})
 DEPARTURES = (
     Departure("latent_eps", 1e-6, "q_a_layernorm and kv_a_layernorm are built with the class default, whatever rms_norm_eps says"),
     Departure("denominator_eps", 1e-20, "a constant in the router"),
@@ -66,6 +67,9 @@ class TransformersEngine:
 def refuse(config: Config) -> None:
     """Raises Unsupported, with the reason."""
     c = config
+    refuse_unfamiliar(c, KNOWN, "transformers")
+    if c.attention_bias and not c.q_rank:
+        raise Unsupported("q_proj never has a bias; attention_bias without query compression has none to put it in")
     if c.latent_norm_eps != 1e-6:
         raise Unsupported(f"the norms of the latents have eps 1e-6 whatever the configuration says, not {c.latent_norm_eps:g}")
     if c.first_dense == c.layers:
@@ -110,7 +114,7 @@ def library_config(config: Config, attention: str) -> Any:
         "v_head_dim": c.v_dim, "n_routed_experts": c.experts, "num_experts_per_tok": c.top_k, "n_group": c.groups, "topk_group": c.top_groups,
         "n_shared_experts": c.shared_experts, "norm_topk_prob": c.norm_top_k, "routed_scaling_factor": c.routed_scale,
         "rms_norm_eps": c.rms_eps, "rope_parameters": rope, "max_position_embeddings": positions, "tie_word_embeddings": c.tied,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "attention_bias": c.attention_bias, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
     if c.scoring == "sigmoid":
         made = DeepseekV3Config(**shared, rope_interleave=c.rope_layout == "interleaved", num_mtp_layers=0)
@@ -141,6 +145,7 @@ def build(config: Config, weights: Provider, attention: str = ATTENTION[0]) -> A
 
 
 _LAYER: Mapping[str, str] = {
+    "q_a_bias": "self_attn.q_a_proj.bias", "kv_a_bias": "self_attn.kv_a_proj_with_mqa.bias", "o_bias": "self_attn.o_proj.bias",
     "attn_norm": "input_layernorm.weight", "q": "self_attn.q_proj.weight", "q_a": "self_attn.q_a_proj.weight",
     "q_a_norm": "self_attn.q_a_layernorm.weight", "q_b": "self_attn.q_b_proj.weight", "kv_a": "self_attn.kv_a_proj_with_mqa.weight",
     "kv_a_norm": "self_attn.kv_a_layernorm.weight", "o": "self_attn.o_proj.weight", "ffn_norm": "post_attention_layernorm.weight",
