@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from campaigns import bisect, capsule, fingerprint
+from campaigns import battery, bisect, capsule, fingerprint
 from campaigns.case import Case, CaseError, case_id, from_json, to_json
 from campaigns.discover import batch_strategy, diet_of
 from campaigns.fingerprint import Fingerprint
@@ -110,10 +110,11 @@ def minimised(job: Mapping[str, Any]) -> dict[str, Any]:
         capsule.write(folder, job["engine"], bench, smallest.case, smallest.judgement, finding_id=job["finding_id"], located=note)
         changes["capsule"] = f"findings/{job['finding_id']}"
         store.update_finding(job["finding_id"], changes)
+        fixed = {} if wanted.verdict in ("CRASHED", "HUNG") else dict(battery.compared(bench, smallest.case).verdicts())
     return {
         "finding_id": job["finding_id"], "fingerprint": list(wanted), "minimal": True, "case": to_json(smallest.case), "nodes": nodes_of(smallest.case),
         "checks": smallest.checks, "seconds": smallest.seconds, "message": smallest.judgement.message, "layer": smallest.judgement.layer,
-        "op": smallest.judgement.op, "tap": smallest.judgement.tap, "located": note,
+        "op": smallest.judgement.op, "tap": smallest.judgement.tap, "located": note, "battery": fixed,
     }  # fmt: skip
 
 

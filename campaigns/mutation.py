@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,13 @@ class Score:
     checks: int
     trials: int
     finding_id: str
+    verdict: str = ""
+    message: str = ""
+    case: str = ""  # the minimum
+    battery: dict[str, bool] = field(default_factory=dict)  # fixed rule -> passes, on the minimum
 
 
-COLUMNS = frozenset(field.name for field in dataclasses.fields(Score))
+COLUMNS = frozenset(column.name for column in dataclasses.fields(Score)) - {"verdict", "message", "case", "battery"}
 
 
 def measured(plant: Plant, run_id: str, options: Options) -> Score:
@@ -84,6 +88,10 @@ def measured(plant: Plant, run_id: str, options: Options) -> Score:
         seconds=result.first_finding_s,
         checks=row["checks"],
         finding_id=name,
+        verdict=row["verdict"],
+        message=row["message"],
+        case=row["case"],
+        battery=finding.get("battery", {}),
     )
 
 

@@ -143,6 +143,9 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
     sub.add_argument("--trials", type=_positive, default=defaults.get("trials", 10_000), help="per engine (%(default)s)")
     sub.add_argument("--budget", type=_budget, default=defaults.get("budget"), help="time or trials per engine: 90s, 30m, 2h, 5000")
     sub.add_argument("--stop-at-first", action="store_true", help="stop looking after the first finding")
+    sub.add_argument(
+        "--certify", type=_words, default=[], metavar="PROPERTY,...", help="instead of looking for defects: determinism, batch-invariance"
+    )
     campaign(sub)
 
     sub = command("nightly", nightly, "replay known findings, then look for new ones; new, known, fixed, changed, flaky")
@@ -152,7 +155,10 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
     campaign(sub)
 
     sub = command("judge", judge, "is this tensor right? one operation from a safetensors file", store=False)
-    sub.add_argument("dump", help="safetensors file with inputs.NAME and outputs.NAME")
+    sub.add_argument("dump", help="safetensors file with inputs.NAME and outputs.NAME; with --battery also FINDING, capsule or case file")
+    sub.add_argument("--battery", action="store_true", help="the same arrays under fixed rules in use elsewhere, beside our verdict")
+    sub.add_argument("--engine", default="", help="with --battery: another engine than the recorded one")
+    sub.add_argument("--store", default=defaults.get("store", DEFAULT_STORE), metavar="DIR", help="with --battery: of the finding (%(default)s)")
     sub.add_argument("--op", default="", help="operation (or metadata `op` of the file)")
     sub.add_argument("--profile", default="", help="declared arithmetic (float32-any-order)")
     sub.add_argument("--param", action="append", default=[], metavar="KEY=VALUE", help="parameter of the operation")
@@ -176,6 +182,7 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
     sub.add_argument(
         "--builds", nargs="+", default=[], metavar="ENGINE", help="engines from good to bad, oldest first: find the first bad one"
     )
+    sub.add_argument("--hint", action="store_true", help="also which known defect gives the same wrong output; never a verdict")
 
     sub = command("report", report, "write the page of a store: one HTML file that opens offline")
     sub.add_argument("--out", default="", metavar="FILE.html", help="(STORE/report.html)")
@@ -228,6 +235,10 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return value
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
 
 
 def _budget(text: str) -> str:
@@ -286,6 +297,8 @@ def check(options: Options) -> int:
 
     if not options.engines:
         raise UsageError("check needs an engine: a name (`paritree engines`), PATH.so or MODULE:CLASS")
+    if options.certify:
+        return certify(options)
     log = console.Log(quiet=options.json)
     run_id, results = runner.check(options.engines, _campaign_options(options), log.progress)
     log.end()
@@ -298,6 +311,25 @@ def check(options: Options) -> int:
             print(console.ladder(result, _other_store(options)))
         if page:
             print(f"report: {page}")
+    return code
+
+
+def certify(options: Options) -> int:
+    from campaigns import certify as certify_module
+    from campaigns.isolation import Supervisor
+    from campaigns.trial import patience
+    from paritree import console
+
+    body = []
+    for engine in options.engines:
+        with Supervisor(engine, deadline_s=patience()) as supervisor:
+            certificates = certify_module.certify(supervisor, options.certify, seed=options.seed)
+        body.append({"engine": engine, "certificates": [certificate.plain() for certificate in certificates]})
+        if not options.json:
+            print(console.certificates(engine, certificates))
+    code = CLEAN if all(c["holds"] for one in body for c in one["certificates"]) else FINDINGS
+    if options.json:
+        print(json.dumps({"exit_code": code, "engines": body}))
     return code
 
 
@@ -397,9 +429,33 @@ def judge(options: Options) -> int:
             raise UsageError(f"--param {pair}: give KEY=NUMBER") from None
         if not equals:
             raise UsageError(f"--param {pair}: give KEY=NUMBER")
+    if options.battery:
+        return _battery(options, given)
     case, inputs, outputs, profile = recorded.read_dump(Path(options.dump), options.op, given)
     judgements = recorded.judged(case.op, inputs, outputs, profile=options.profile or profile, params=dict(case.params))
     return console.print_judgements(judgements, as_json=options.json)
+
+
+def _battery(options: Options, given: dict[str, int | float]) -> int:
+    """A dump, a finding, a capsule or a case: our verdict, and what fixed rules say of the same arrays."""
+    from campaigns import battery, recorded
+    from campaigns.isolation import Supervisor
+    from campaigns.trial import Bench, patience
+    from paritree import console
+
+    if options.dump.endswith(".safetensors"):
+        case, inputs, outputs, profile = recorded.read_dump(Path(options.dump), options.op, given)
+        params = dict(case.params)
+        judgements = recorded.judged(case.op, inputs, outputs, profile=options.profile or profile, params=params)
+        compared = battery.recorded(case.op, params, inputs, outputs)
+    else:
+        options.finding = options.dump
+        stored, engine = _stored(options)
+        with Supervisor(engine, deadline_s=patience()) as supervisor:
+            bench = Bench(supervisor)
+            judgements = list(bench.outcome(stored.case).judgements)
+            compared = battery.compared(bench, stored.case)
+    return console.print_battery(judgements, compared.verdicts(), as_json=options.json)
 
 
 def _stored(options: Options) -> tuple[Any, str]:
@@ -506,6 +562,7 @@ def bisect(options: Options) -> int:
     stored, engine = _stored(options)
     with Supervisor(engine, deadline_s=patience()) as supervisor:
         location = bisect_module.located(Bench(supervisor), stored.case)
+        hint = _hint(Bench(supervisor), stored.case) if options.hint and location is not None else None
     first_bad = bisect_module.first_bad(options.builds, stored.case, stored.wanted) if options.builds else None
     if location is None:
         print(json.dumps({"status": "passes"}) if options.json else f"{options.finding}: passes on {engine}")
@@ -513,14 +570,22 @@ def bisect(options: Options) -> int:
     if options.json:
         print(
             json.dumps(
-                bisect_module.bisect_column(location) | {"stations": bisect_module.trace_column(location), "first_bad_build": first_bad}
+                bisect_module.bisect_column(location) | {"stations": bisect_module.trace_column(location), "first_bad_build": first_bad, "hint": hint}
             )
         )
     else:
         print(console.location(location))
+        if hint is not None:
+            print(f"hint (no verdict): {hint}")
         if first_bad is not None:
             print(f"first bad build: {first_bad}")
     return FINDINGS
+
+
+def _hint(bench: Any, case: Any) -> str:
+    from campaigns import hint
+
+    return hint.hint(bench, case, hint.library()).text
 
 
 # ---- vectors and profiles --------------------------------------------------------------------------------------------------------------

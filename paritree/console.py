@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict
+from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict, worst
 
 if TYPE_CHECKING:
     from campaigns.bisect import Location
+    from campaigns.certify import Certificate
     from campaigns.nightly import Night
     from campaigns.runner import EngineResult
     from campaigns.tree_profile import TreeProfileReport
@@ -180,6 +181,36 @@ def print_judgements(judgements: list[Judgement], *, as_json: bool) -> int:
         for j in judgements:
             print(f"{j.verdict:13} {j.tap}: {j.message or f'{j.checked:,} values, largest share of the bound {j.share:.3g}'}")
     return code
+
+
+def print_battery(judgements: list[Judgement], fixed: Mapping[str, bool], *, as_json: bool) -> int:
+    """Our verdict first; the exit code is ours, too."""
+    from oracles.battery import FIXED_RULES
+
+    wrong = any(j.verdict in FINDINGS for j in judgements)
+    code = 1 if wrong else 0 if any(j.verdict in PASSING for j in judgements) else 5
+    if as_json:
+        print(json.dumps({"exit_code": code, "judgements": plain_judgements(judgements), "battery": dict(fixed)}))
+        return code
+    first = worst(judgements)
+    said = "nothing was judged" if first is None else f"{first.verdict}{': ' + first.message if first.message else ''}"
+    words = {rule.name: rule.words for rule in FIXED_RULES}
+    print(f"{'paritree':17} {'fails' if wrong else 'passes' if code == 0 else 'open':7} {said}")
+    for name, passes in fixed.items():
+        print(f"{name:17} {'passes' if passes else 'fails':7} {words.get(name, 'the greedy choice of every row is the golden one')}")
+    return code
+
+
+def certificates(engine: str, found: Sequence[Certificate]) -> str:
+    """What was tried, how often, and the first difference."""
+    lines = [engine]
+    for one in found:
+        said = "holds: every bit equal" if one.holds else f"DOES NOT HOLD: {one.first}" if one.first else "nothing could be compared"
+        lines.append(f"  {one.name}: {said}")
+        lines.append(f"    {one.summary}; {one.sessions} sessions, {one.runs} pairs of runs, {one.values:,} values")
+        if one.case:
+            lines.append(f"    {one.case}")
+    return "\n".join(lines)
 
 
 RANKED = 4  # profiles listed below the best
