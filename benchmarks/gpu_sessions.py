@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from campaigns.case import SessionCase, to_json
-from campaigns.isolation.execute import Sessions
-from campaigns.materialise import session_script, weights_for
+from campaigns.isolation import InProcess
 from campaigns.strategies import session_cases
-from campaigns.trial import session_judge
+from campaigns.trial import Bench
 
 PROVEN = ("EXACT", "WITHIN_BOUND", "TIE")
 FINDINGS = ("MALFORMED", "NONFINITE", "DEFECT", "CRASHED", "HUNG", "FLAKY")
@@ -53,14 +52,13 @@ def judged_sessions(engine: Any, seed: int, count: int) -> SessionTally:
     from hypothesis import seed as with_seed
 
     tally = SessionTally()
-    sessions = Sessions(engine, weights_for)
+    bench = Bench(InProcess(engine))
 
     @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @with_seed(seed)
     @given(session_cases("full"))
     def trial(case: SessionCase) -> None:
-        script = session_script(case)
-        judgements = session_judge(script.config, script.weights).judge(script, sessions.run(script))
+        judgements = bench.outcome(case).judgements
         tally.sessions += 1
         tally.generations += case.generate is not None
         seen = set()
@@ -73,7 +71,6 @@ def judged_sessions(engine: Any, seed: int, count: int) -> SessionTally:
         tally.sessions_with.update(seen)
 
     trial()
-    sessions.close()
     return tally
 
 

@@ -15,17 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from campaigns.case import OpCase, to_json
+from campaigns.case import OpCase, TreeCase, to_json
+from campaigns.isolation import InProcess
+from campaigns.isolation.execute import run_call
 from campaigns.materialise import op_call
 from campaigns.operands import REGIMES
-from campaigns.strategies import op_cases
-from oracles.judge import judge_op
-from spec.engine import Engine, Unsupported
+from campaigns.strategies import op_cases, tree_cases
+from campaigns.trial import Bench, judged_call
+from oracles.judgement import Judgement
+from spec.engine import Engine
 from spec.ops import OPS
-from spec.script import OpCall
+from spec.script import Answer, OpCall
 
-CLEAN = ("EXACT", "WITHIN_BOUND")
-GUARD = -123456789  # of int32 outputs before a call
+CLEAN = ("EXACT", "WITHIN_BOUND", "UNSUPPORTED")
+HAZARDS = ("poison", "views", "freed", "repeat", "guard")
 
 
 @dataclass
@@ -44,45 +47,42 @@ class Tally:
         for name, share in other.largest.items():
             self.largest[name] = max(share, self.largest.get(name, 0.0))
 
-    def judge(self, engine: Engine, call: OpCall, label: str, sample: int = 0) -> None:
-        """One trial; `sample`: judge only as many rows and columns, drawn by this seed, where the op has a rule for it (SAMPLED)."""
-        outputs = {
-            name: np.full(shape, np.nan if dtype == "float32" else (0xA5 if dtype == "uint8" else GUARD), dtype)
-            for name, (shape, dtype) in call.outputs.items()
-        }
-        self.trials[call.op] += 1
-        try:
-            engine.run_op(call.op, call.inputs, call.params, outputs)
-        except Unsupported:
-            self.verdicts[f"{call.op} UNSUPPORTED"] += 1
-            return
-        except Exception as problem:  # an engine's own error on a legal case is a finding
-            self.verdicts[f"{call.op} RAISED"] += 1
-            self.findings.append((label, call.op, "RAISED", repr(problem)[:300]))
-            return
-        if sample:
-            call, outputs = sampled(call, outputs, sample)
-        for judgement in judge_op(call, outputs, engine.describe().profile):
+    def note(self, label: str, op: str, judgements: Sequence[Judgement]) -> None:
+        """One trial."""
+        self.trials[op] += 1
+        for judgement in judgements:
             verdict = judgement.verdict.name
-            self.verdicts[f"{call.op} {verdict}"] += 1
-            name = f"{call.op}.{judgement.tap}"
+            self.verdicts[f"{op} {verdict}"] += 1
+            name = f"{op}.{judgement.tap}"
             if np.isfinite(judgement.share):
                 self.largest[name] = max(float(judgement.share), self.largest.get(name, 0.0))
             if verdict not in CLEAN:
-                self.findings.append((label, call.op, verdict, judgement.message[:300]))
+                self.findings.append((label, op, verdict, judgement.message[:300]))
+
+    def judge_sampled(self, engine: Engine, call: OpCall, label: str, seed: int) -> None:
+        """One trial; only rows and columns drawn by `seed` are judged, where the op has a rule for it (SAMPLED)."""
+        answer = run_call(engine, call)
+        if answer.failure is None and answer.outputs is not None:
+            call, outputs = sampled(call, answer.outputs, seed)
+            answer = Answer(outputs=outputs)
+        self.note(label, call.op, judged_call(call, answer, engine.describe().profile, 0))
 
 
 def draw_and_judge(engine: Engine, seed: int, count: int, ops: Sequence[str]) -> Tally:
+    """`count` drawn cases with their hazards and refusals: operations, and where all of them are drawn also chains of a draft tree."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as with_seed
+    from hypothesis import strategies as st
 
     tally = Tally()
+    bench = Bench(InProcess(engine))
+    operations, trees = op_cases("full", tuple(ops), hazards=HAZARDS), tree_cases("full", hazards=HAZARDS)
 
     @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @with_seed(seed)
-    @given(op_cases("full", tuple(ops)))
-    def trial(case: OpCase) -> None:
-        tally.judge(engine, op_call(case), to_json(case))
+    @given(st.integers(0, 3).flatmap(lambda n: operations if n else trees) if len(ops) == len(OPS) else operations)
+    def trial(case: OpCase | TreeCase) -> None:
+        tally.note(to_json(case), case.op if isinstance(case, OpCase) else "tree", bench.outcome(case).judgements)
 
     trial()
     return tally
@@ -163,7 +163,7 @@ def judge_production(engine: Engine, seed: int, count: int, ops: Sequence[str] =
         op, dims, params = sizes[(number + seed) % len(sizes)]
         regime = REGIMES[(number // len(sizes) + seed) % len(REGIMES)]
         case = OpCase(op, tuple(sorted(dims.items())), tuple(sorted(params.items())), regime, 1000 * seed + number)
-        tally.judge(engine, op_call(case), to_json(case), sample=1 + number)
+        tally.judge_sampled(engine, op_call(case), to_json(case), 1 + number)
     return tally
 
 
@@ -176,7 +176,7 @@ def judge_wide_attention(engine: Engine, seed: int, count: int) -> Tally:
         case = OpCase(
             "tree_attention", tuple(sorted(dims.items())), tuple(sorted(ATTENTION.items())), REGIMES[number % len(REGIMES)], number
         )
-        tally.judge(engine, op_call(case), to_json(case))
+        tally.note(to_json(case), case.op, judged_call(op_call(case), run_call(engine, op_call(case)), engine.describe().profile, 0))
     return tally
 
 

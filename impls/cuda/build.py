@@ -21,10 +21,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from impls.cuda import nvrtc
 from impls.cuda.source import FOLDER, expanded, kernel_names
 from impls.native import build as native_build
 
-ARCHITECTURES = ("80", "90", "100", "120")
+ARCHITECTURES = ("80", "90", "90a", "100", "120")
 SHARED_MAX = 101_376  # bytes of static shared memory, and of dynamic where a kernel is not marked as larger: what sm_120 grants a block
 HOST = FOLDER / "host"
 NATIVE = FOLDER.parent / "native"
@@ -100,16 +101,7 @@ def check(architectures: Sequence[str] = ARCHITECTURES) -> list[str]:
 
         with ThreadPoolExecutor(min(2, JOBS)) as pool:
             lines = list(pool.map(compiled, architectures))
-    return lines + check_nvrtc(architectures)
-
-
-def check_nvrtc(architectures: Sequence[str] = ARCHITECTURES) -> list[str]:
-    """The same with NVRTC of the wheel nvidia-cuda-nvrtc; empty where it is not installed. Raises BuildError."""
-    try:
-        from impls.cuda import nvrtc
-    except ImportError:
-        return []
-    return nvrtc.check(expanded(), architectures)
+    return lines + nvrtc.check(expanded(), architectures)
 
 
 # ---- from sources to a library ---------------------------------------------------------------------------------------
