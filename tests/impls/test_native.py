@@ -122,7 +122,7 @@ def test_results_do_not_depend_on_what_was_in_the_outputs(engine: LibraryEngine,
     from campaigns.materialise import op_call
 
     @settings(REPRODUCIBLE, max_examples=10)
-    @given(op_cases("small", ops=(op,)))
+    @given(op_cases("small", ops=(op,)).filter(lambda case: case.regime != "refused"))
     def check(case: OpCase) -> None:
         call = op_call(case)
         answers = []
