@@ -19,8 +19,9 @@ from campaigns import measure_ties
 from campaigns.materialise import op_call_of
 from campaigns.trial import Worker
 from oracles import probing, summation
+from oracles.audit import rounded
 from oracles.probing import Certainty, Line, bits_kept, format_name, likely, sure, unit_of, unknown
-from spec.engine import Description, Profile
+from spec.engine import UNIT_FLOAT32, Description, Profile
 from spec.weights import philox
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Float = NDArray[np.float32]
 Arrays = Mapping[str, NDArray[Any]]
 
+WEIGHTS = "campaigns.measure_sessions:probe_weights"  # what a worker must be started with
 TERMS = (8, 64, 1024, 4096)  # kernels choose their precision by size: below and above the common thresholds
 TREE_TERMS = 64  # all pairs of so many terms: the whole tree
 LONG_TERMS = (256, 1024)  # one leaf against all others
@@ -75,7 +77,7 @@ class Measured:
 
 
 def measure(worker: Worker) -> Measured:
-    """Ask everything. The worker must have been started with the weights `campaigns.measure_sessions:probe_weights`."""
+    """Ask everything. The worker must have been started with the weights WEIGHTS."""
     from campaigns.measure_sessions import Sessions
 
     description = worker.description
@@ -198,7 +200,9 @@ def precision_lines(subject: Subject) -> list[Line]:
         terms = subject.terms(wanted)
         for rows in ROWS:
             found += [(terms, rows, line.name, line) for line in _precision(subject, terms, rows)]
-    sizes = f"sums of {', '.join(str(terms) for terms in sorted({terms for terms, *_ in found}))} terms, {' and '.join(map(str, ROWS))} rows"
+    sizes = (
+        f"sums of {', '.join(str(terms) for terms in sorted({terms for terms, *_ in found}))} terms, {' and '.join(map(str, ROWS))} rows"
+    )
     return [_worst([entry for entry in found if entry[2] == name], sizes) for name in ("u_input", "u_output", "u_accumulate")]
 
 
@@ -254,9 +258,11 @@ def _input_and_output(
     squares = subject.product(np.full(terms, short, np.float32), one_term(np.full(COLUMNS, short)), rows)
     kept = bool((squares == np.float32(short * short)).all())
     if kept:
-        line = sure("u_input", unit_of(bits), f"{text}, but the square of a short one keeps all {2 * abs(bits)} bits: the operands are rounded")
+        line = sure(
+            "u_input", unit_of(bits), f"{text}, but the square of a short one keeps all {2 * abs(bits)} bits: the operands are rounded"
+        )
         return [line, sure("u_output", 0.0, f"the square of 1 + 2**-{abs(bits)} comes back exactly")]
-    if (bits_kept(np.full(squares.shape, short * short), squares) or 0) != bits or terms < 2:
+    if not (squares == rounded(np.array([short * short]), bits)).all() or terms < 2:
         return [unknown("u_input", text), unknown("u_output", f"{text}; the square of a short number is rounded otherwise")]
     output = sure("u_output", unit_of(bits), f"{text}, and so does the square of a short number: the result is rounded")
     small = 2.0 ** -(abs(bits) + 3)
@@ -265,7 +271,10 @@ def _input_and_output(
     rest = subject.product(np.ones(terms, np.float32), right, rows)
     if (rest == np.float32(small)).all():
         return [sure("u_input", 0.0, f"1 + 2**-{abs(bits) + 3} - 1 leaves its last bit: the operands are not rounded"), output]
-    return [unknown("u_input", f"1 + 2**-{abs(bits) + 3} - 1 leaves {float(rest.flat[0]):.3g}: operands or accumulator are short, too"), output]
+    return [
+        unknown("u_input", f"1 + 2**-{abs(bits) + 3} - 1 leaves {float(rest.flat[0]):.3g}: operands or accumulator are short, too"),
+        output,
+    ]
 
 
 PLACES = ((0, 1, 2), (2, 0, 1), (1, 2, 0), (0, 2, 1), (2, 1, 0), (1, 0, 2))  # of 1, the small term, and -1
@@ -292,15 +301,16 @@ def _accumulator(subject: Subject, terms: int, rows: int) -> Line:
     bits = int(widths[always].max()) if always.all() else int(widths[~always].min()) - 1
     if bits < int(widths[0]):
         return unknown(name, "1 + 1/8 - 1 is not 1/8 in every order")
-    if always.all():
-        return likely(name, 2.0**-53, "1 + 2**-30 - 1 keeps its last bit in every order and place: float64, or a compensated sum")
-    if bits > probing.FULL:
-        return likely(name, 2.0**-24, f"1 + 2**-{bits} - 1 keeps its last bit in every order: wider than float32, but not by much")
+    if bits > probing.FULL:  # the profile's unit is that of functions as well, which stay float32 functions
+        text = f"1 + 2**-{bits} - 1 keeps its last bit in every order and place: wider than float32, or compensated"
+        return likely(name, UNIT_FLOAT32, text)
     nearest = survivors(1.5)[:, bits + 1 - int(widths[0])]  # 1 + 3/4 of the last bit
     cut = bool((nearest == 0).any())
     unit = 2.0**-bits if cut else 2.0 ** -(bits + 1)
     how = "cuts off" if cut else "rounds to nearest"
-    return sure(name, unit, f"1 + 2**-{bits} - 1 keeps its last bit in every order, 2**-{bits + 1} is lost in some: {bits + 1} bits, and it {how}")
+    return sure(
+        name, unit, f"1 + 2**-{bits} - 1 keeps its last bit in every order, 2**-{bits + 1} is lost in some: {bits + 1} bits, and it {how}"
+    )
 
 
 def height_line(subject: Subject) -> Line:
@@ -496,9 +506,17 @@ def invariance_lines(subject: Operations) -> list[Line]:
     if not tried:
         raise Refused("the engine offers no operation whose rows are independent")
     batch = (
-        sure("batch_invariant", False, f"the bits of a row differ between {differing[0]}" + (f" (and in {len(differing) - 1} more)" if differing[1:] else ""))
+        sure(
+            "batch_invariant",
+            False,
+            f"the bits of a row differ between {differing[0]}" + (f" (and in {len(differing) - 1} more)" if differing[1:] else ""),
+        )
         if differing
-        else likely("batch_invariant", True, f"the bits of a row are the same in batches of {', '.join(map(str, BATCHES))} and {BATCH}: {', '.join(tried)}")
+        else likely(
+            "batch_invariant",
+            True,
+            f"the bits of a row are the same in batches of {', '.join(map(str, BATCHES))} and {BATCH}: {', '.join(tried)}",
+        )
     )
     row = (
         sure("row invariance", False, f"{BATCH} equal rows of {', '.join(moved)} give different bits")

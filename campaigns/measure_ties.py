@@ -73,7 +73,9 @@ def router_line(ask: Ask) -> Line:
     if not other:
         return sure("ties", "lowest", f"{asked_rows} rows of equal router scores, with and without groups: always the lower expert")
     if explained:
-        return sure("ties", "any", f"{asked_rows} rows of equal router scores: other experts than the lower ones in {other}, with the same scores")
+        return sure(
+            "ties", "any", f"{asked_rows} rows of equal router scores: other experts than the lower ones in {other}, with the same scores"
+        )
     return likely("ties", "any", f"{asked_rows} rows of equal router scores: other experts in {other}, only where there are groups")
 
 
@@ -84,7 +86,9 @@ def candidates_line(ask: Ask) -> Line:
     found = ask("draft_table", {"logits": logits}, {"budget": 12})["ids"]
     lowest = np.argsort(-logits, 1, kind="stable")[:, :12]
     highest = 60 - np.argsort(-logits[:, ::-1], 1, kind="stable")[:, :12]
-    return tie_line("top-k ties", found.ravel().tolist(), lowest.ravel().tolist(), highest.ravel().tolist(), "candidates of rows with many equal logits")
+    return tie_line(
+        "top-k ties", found.ravel().tolist(), lowest.ravel().tolist(), highest.ravel().tolist(), "candidates of rows with many equal logits"
+    )
 
 
 # ---- the heap of the draft tree ----------------------------------------------------------------------------------------------------------
@@ -102,7 +106,12 @@ def float32_sum(above: float, value: float) -> float:
 def heap_lines(ask: Ask) -> list[Line]:
     """Trees whose order of nodes depends on the rule for ties, and trees whose order depends on the precision of path scores."""
     grids = [_grid_table(number) for number in range(48)]
-    rules = {"rank path": _by_path, "first in, first out": _first_in(False), "first in, first out, child first": _first_in(True), "last in, first out": _last_in}
+    rules = {
+        "rank path": _by_path,
+        "first in, first out": _first_in(False),
+        "first in, first out, child first": _first_in(True),
+        "last in, first out": _last_in,
+    }
     built = [_asked_tree(ask, table) for table in grids]
     expected = {rule: [tree(table, BUDGET, exact_sum, key) for table in grids] for rule, key in rules.items()}
     telling = sum(any(expected[rule][i] != expected["rank path"][i] for rule in rules) for i in range(len(grids)))
@@ -112,7 +121,11 @@ def heap_lines(ask: Ask) -> list[Line]:
         ties = sure("heap ties", matches[0], f"{text}: always {matches[0]}")
         ties_of = rules[matches[0]]
     else:
-        ties = sure("heap ties", "another rule", f"{text}: {sum(a != b for a, b in zip(built, expected['rank path'], strict=True))} differ from the rank paths")
+        ties = sure(
+            "heap ties",
+            "another rule",
+            f"{text}: {sum(a != b for a, b in zip(built, expected['rank path'], strict=True))} differ from the rank paths",
+        )
         return [ties, unknown("float32_scores", "the order of ties is not understood, so that of near ties is not either")]
     close = [_close_table(number) for number in range(48)]
     built = [_asked_tree(ask, table) for table in close]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from oracles.audit import rounded
 from oracles.ball import Wide, height_block
 from oracles.summation import blocked_height, smallest_block
-from spec.engine import Profile
+from spec.engine import UNIT_FLOAT32, Profile
 
 FULL = 23  # explicit bits of float32's fraction
 FLOAT32_LOG2E = float(np.float32(math.log2(math.e)))
@@ -79,7 +79,15 @@ def unit_of(bits: int) -> float:
 
 
 def format_name(bits: int) -> str:
-    known = {FULL: "float32", 10: "TF32 or float16", -10: "TF32 by truncation", 7: "bfloat16", -7: "bfloat16 by truncation", 3: "fp8 e4m3", 2: "fp8 e5m2"}
+    known = {
+        FULL: "float32",
+        10: "TF32 or float16",
+        -10: "TF32 by truncation",
+        7: "bfloat16",
+        -7: "bfloat16 by truncation",
+        3: "fp8 e4m3",
+        2: "fp8 e5m2",
+    }
     return known.get(bits, f"{abs(bits)} bits of fraction{' by truncation' if bits < 0 else ''}")
 
 
@@ -91,8 +99,11 @@ def height_line(heights: Mapping[int, int], how: str, what: str) -> Line:
     text = f"{what}: {how}; additions that a term passes: {seen}"
     if longest < 64:
         return Line("height", "any", Certainty.UNKNOWN, f"{text}; too short to tell a block from a chain", heights)
-    if 4 * block > longest:
+    if 4 * block >= longest:
         return Line("height", "any", Certainty.SURE, f"{text}; no block below a quarter of {longest} explains it", heights)
+    before = max(terms for terms in heights if terms < longest)
+    if heights[longest] > heights[before] + math.ceil(math.log2(longest / before)):
+        return Line("height", "any", Certainty.SURE, f"{text}; from {before} to {longest} it grows faster than a tree of blocks", heights)
     return Line("height", f"blocked:{block}", Certainty.LIKELY, f"{text}; all within blocks of {block} and a balanced tree", heights)
 
 
@@ -100,16 +111,15 @@ def height_line(heights: Mapping[int, int], how: str, what: str) -> Line:
 
 
 def ulps(found: NDArray[Any], exact: Wide) -> Wide:
-    """|found - exact| in units in the last place of float32 at `exact`; infinite where `found` is not finite."""
-    spacing = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
+    """|found - exact| / (2 u |exact|), the unit of the profile's *_ulp: at most 0.5 for a correct rounding. Infinite where `found` is not finite."""
     with np.errstate(invalid="ignore"):
-        out: Wide = np.abs(found.astype(np.float64) - exact) / spacing
+        out: Wide = np.abs(found.astype(np.float64) - exact) / (2 * UNIT_FLOAT32 * np.abs(exact))
     return np.where(np.isfinite(out), out, np.inf)
 
 
 def rounded_up(largest: float, step: float) -> float:
     """The next multiple of `step` above what was seen, and at least half an ulp, which a correct rounding needs."""
-    return max(0.5, math.ceil(largest / step) * step)
+    return max(0.5, float(math.ceil(largest / step) * step))
 
 
 def ulp_line(name: str, found: NDArray[Any], exact: Wide, what: str, step: float = 1.0) -> Line:
@@ -118,8 +128,12 @@ def ulp_line(name: str, found: NDArray[Any], exact: Wide, what: str, step: float
     largest = float(error.max())
     if not largest < 2.0**10:
         return unknown(name, f"{what}: off by {largest:.3g} ulp, no float32 function")
-    correct = 100 * float((error <= 0.5).mean())
-    return likely(name, rounded_up(largest, step), f"{what}: largest error {largest:.2f} ulp in {error.size} points, {correct:.0f} % correctly rounded")
+    correct = 100 * float((found == exact.astype(np.float32)).mean())
+    return likely(
+        name,
+        rounded_up(largest, step),
+        f"{what}: largest error {largest:.2f} ulp in {error.size} points, {correct:.0f} % correctly rounded",
+    )
 
 
 def exp_lines(distance: NDArray[np.float32], found: NDArray[Any], what: str) -> list[Line]:
@@ -130,12 +144,17 @@ def exp_lines(distance: NDArray[np.float32], found: NDArray[Any], what: str) -> 
     folded = ulps(found, np.exp2(-argument))
     worst, worst_folded = float(direct.max()), float(folded.max())
     points = f"{what}, {d.size} distances from {d.min():.0f} to {d.max():.0f}"
-    if worst <= 4:
+    if worst <= 3:
         line = sure("exp2_folding", False, f"{points}: off by at most {worst:.2f} ulp; a rounded x log2(e) would show tens")
         return [likely("exp_ulp", rounded_up(worst, 1), f"{points}: largest error {worst:.2f} ulp"), line]
-    if worst_folded <= 4:
-        line = sure("exp2_folding", True, f"{points}: off by up to {worst:.0f} ulp, but by {worst_folded:.2f} from exp2 of the rounded x log2(e)")
-        return [likely("exp_ulp", rounded_up(worst_folded, 1), f"{points}: largest error {worst_folded:.2f} ulp after exp2's argument"), line]
+    if worst_folded <= 3:
+        line = sure(
+            "exp2_folding", True, f"{points}: off by up to {worst:.0f} ulp, but by {worst_folded:.2f} from exp2 of the rounded x log2(e)"
+        )
+        return [
+            likely("exp_ulp", rounded_up(worst_folded, 1), f"{points}: largest error {worst_folded:.2f} ulp after exp2's argument"),
+            line,
+        ]
     text = f"{points}: off by up to {worst:.3g} ulp, and not by a rounded x log2(e)"
     if worst < 2.0**10:
         return [likely("exp_ulp", rounded_up(worst, 1), text), unknown("exp2_folding", text)]
@@ -162,10 +181,15 @@ def online_line(ascents: list[Ascent], what: str) -> Line:
             return sure(name, True, f"{text}, in {telling} rows where that is another number")
     off = max(float(ulps(ascent.found, ascent.direct.astype(np.float64)).max()) for ascent in ascents)
     if off == 0:
-        return unknown(name, f"{what}: the weight of the first of four ascending keys is one exp at every distance of the keys; the sum may be rescaled or not")
+        return unknown(
+            name,
+            f"{what}: the weight of the first of four ascending keys is one exp at every distance of the keys; the sum may be rescaled or not",
+        )
     if 1.5 < off < 2.0**10:
         return likely(name, True, f"{what}: the weight of the first of four ascending keys depends on their order, by up to {off:.0f} ulp")
-    return unknown(name, f"{what}: the weight of the first of four ascending keys is off from one exp by {off:.3g} ulp, and no product of three")
+    return unknown(
+        name, f"{what}: the weight of the first of four ascending keys is off from one exp by {off:.3g} ulp, and no product of three"
+    )
 
 
 def tanh_line(x: NDArray[np.float32], found: NDArray[Any]) -> Line:

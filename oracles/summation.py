@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-MASK = 2.0**100  # absorbs ones in float32 and float64 accumulators, finite in float32, bfloat16 and TF32; float16 overflows and tells nothing
+MASK = (
+    2.0**100
+)  # absorbs ones in float32 and float64 accumulators, finite in float32, bfloat16 and TF32; float16 overflows and tells nothing
 Sizes = NDArray[np.int64]
 Tree = int | tuple["Tree", ...]
 

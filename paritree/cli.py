@@ -198,6 +198,10 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
     sub.add_argument("--outputs", default="", metavar="DIR", help="check: what the engine wrote (DIR/outputs)")
     sub.add_argument("--profile", default="", help="check: declared arithmetic (that of engine.json, or of the suite)")
 
+    sub = command("profile", profile, "propose the profile of an engine by probing its arithmetic, each line with how sure it is", store=False)
+    sub.add_argument("action", choices=["measure"], help="ask the engine")
+    sub.add_argument("engine", metavar="ENGINE", help="name, PATH.so or MODULE:CLASS")
+
     sub = command("engines", engines, "known engines, and what they offer", store=False)
     sub.add_argument("names", nargs="*", metavar="ENGINE", help="describe these")
 
@@ -604,6 +608,17 @@ def vectors(options: Options) -> int:
         return CLEAN
     author, checked = vectors_check.check(folder, Path(options.outputs) if options.outputs else None, options.profile)
     return console.print_vectors(author.description, checked, as_json=options.json)
+
+
+def profile(options: Options) -> int:
+    from campaigns import measure as measure_module
+    from campaigns.isolation import Supervisor
+    from campaigns.trial import patience
+    from paritree import console
+
+    with Supervisor(options.engine, deadline_s=patience(), weights=measure_module.WEIGHTS) as supervisor:
+        measured = measure_module.measure(supervisor)
+    return console.print_measured(measured, as_json=options.json)
 
 
 # ---- about -----------------------------------------------------------------------------------------------------------------------------

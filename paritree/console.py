@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 import sys
 import time
@@ -15,6 +16,7 @@ from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict, worst
 
 if TYPE_CHECKING:
     from campaigns.bisect import Location
+    from campaigns.measure import Measured
     from campaigns.certify import Certificate
     from campaigns.nightly import Night
     from campaigns.runner import EngineResult
@@ -320,3 +322,37 @@ def print_vectors(author: Description, checked: Sequence[Checked], *, as_json: b
     if rules:
         print(f"what the rules say: paritree explain {' '.join(rules)}")
     return code
+
+
+def print_measured(measured: Measured, *, as_json: bool) -> int:
+    """Sure lines first. Exit code: 1 where a sure line is outside the declared profile, 5 where nothing could be said."""
+    declared, lines = measured.description.profile, measured.lines
+    wrong = measured.contradictions
+    code = 1 if wrong else 0 if any(line.value is not None for line in lines) else 5
+    if as_json:
+        plain = [
+            {"name": line.name, "value": line.value, "certainty": str(line.certainty), "declared": getattr(declared, line.name, None),
+             "contradicts": line in wrong, "evidence": line.evidence} for line in lines
+        ]  # fmt: skip
+        body = {"exit_code": code, "engine": measured.description.name, "declared": dataclasses.asdict(declared)}
+        print(json.dumps(body | {"profile": dataclasses.asdict(measured.profile), "lines": plain}))
+        return code
+    print(f"{measured.description.name} {measured.description.version}, declares {declared.name}")
+    for certainty in ("sure", "likely", "unknown"):
+        for line in lines:
+            if line.certainty != certainty:
+                continue
+            claimed = f" (declared {shown(getattr(declared, line.name))})" if hasattr(declared, line.name) else ""
+            print(f"  {certainty:8} {line.name:16} {shown(line.value):14}{claimed}\n           {line.evidence}")
+    for line in wrong:
+        print(f"declares {line.name} {shown(getattr(declared, line.name))}, behaves like {shown(line.value)}: {line.evidence}")
+    fields = {name: value for name, value in dataclasses.asdict(measured.profile).items() if value != getattr(type(declared)(), name)}
+    print("proposed: Profile(" + ", ".join(f"{name}={shown(value) if isinstance(value, float) else repr(value)}" for name, value in fields.items()) + ")")
+    return code
+
+
+def shown(value: object) -> str:
+    """Powers of two as such: unit roundoffs read as bits."""
+    if isinstance(value, float) and 0 < value < 2.0**-6 and math.frexp(value)[0] == 0.5:
+        return f"2**{math.frexp(value)[1] - 1}"
+    return "?" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
