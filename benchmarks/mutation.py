@@ -4,7 +4,9 @@ The mutation score: each plant is checked as a user's engine would be, by the de
 its first finding or the end of its budget; the finding is minimised and its capsule replayed in a fresh process. `--blind` shows the judge logits
 and tokens only. Results are appended plant by plant and skipped when the command runs again (`--again` measures anew).
 
-    python -m benchmarks.mutation --summary                        the table of what is known
+    python -m benchmarks.mutation --summary                            the table of what is known, fixed rules beside it
+    python -m benchmarks.mutation --hint                               how often the hint is right about defects outside of its library
+    python -m benchmarks.mutation --fixed-rules --trials 2000          how often fixed rules alarm on engines that are right
     python -m benchmarks.mutation --benign --trials 200000 --jobs 16   false alarms; prints the totals as JSON
 """
 
@@ -15,16 +17,26 @@ import json
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from campaigns.battery import compared
+from campaigns.case import Case, from_json
+from campaigns.discover import Discovery, diet_of
+from campaigns.hint import LEFT_OUT, hint, library
+from campaigns.isolation.inprocess import InProcess
 from campaigns.mutation import benign_trials, campaign, done
 from campaigns.runner import Options
+from campaigns.trial import Bench, Outcome
 from impls.planted import Plant
 from impls.planted.benign import VARIANTS
 from impls.planted.mutants import PLANTS
 from impls.planted.native_plants import PLANTS as NATIVE_PLANTS
+from impls.registry import resolve
+from oracles.battery import NAMES
+from oracles.judgement import FINDINGS
 from paritree.cli import budget_of
 
 RESULTS = Path(__file__).parent / "results" / "mutation.jsonl"
@@ -47,11 +59,17 @@ def main() -> int:
     parser.add_argument("--no-minimise", action="store_true", help="found and localised only: a quick first look")
     parser.add_argument("--again", action="store_true", help="measure also what the results hold already")
     parser.add_argument("--summary", action="store_true", help="print the table of the results and write it; run nothing")
+    parser.add_argument("--hint", action="store_true", help="on the minima of the results: hints, each without the plant itself")
+    parser.add_argument("--fixed-rules", action="store_true", help="engines that are right: false alarms of fixed rules")
     parser.add_argument("--benign", action="store_true", help="engines that are right: count false alarms")
     parser.add_argument("--trials", type=int, default=20_000, help="of the benign run")
     arguments = parser.parse_args()
     if arguments.summary:
         return summarised(arguments.results)
+    if arguments.hint:
+        return hinted(arguments.results)
+    if arguments.fixed_rules:
+        return fixed_rules(arguments.trials, arguments.seed)
     command = " ".join(["python -m benchmarks.mutation", *sys.argv[1:]])
     with tempfile.TemporaryDirectory(prefix="paritree-mutation-") as folder:
         store = arguments.store or str(Path(folder) / "store")
@@ -139,13 +157,82 @@ def summarised(results: Path) -> int:
             f"{name or 'all':44} {whole['found']:>6} /{whole['plants']:>4} {whole['right_op']:>9} {whole['nodes_median']:>6}"
             f" {sum(r['found'] for r in blind):>4} /{len(blind):>3}"
         )
+    print(
+        f"\nnoticed by fixed rules, on the minima of what was found with taps\n{'class':44} "
+        + " ".join(f"{name[:11]:>11}" for name in NAMES)
+    )
+    for name in [*classes, ""]:
+        rows = [r for r in modes["taps"] if r.get("battery") and name in ("", r["defect_class"])]
+        counts = [f"{sum(not r['battery'].get(rule, True) for r in rows)}/{sum(rule in r['battery'] for r in rows)}" for rule in NAMES]
+        print(f"{name or 'all':44} " + " ".join(f"{count:>11}" for count in counts))
     body = {
         "command": "python -m benchmarks.mutation; python -m benchmarks.mutation --blind; python -m benchmarks.mutation --summary",
         "targets": TARGETS,
         **{mode: totals_of(rows) for mode, rows in modes.items() if rows},
+        "fixed_rules_notice": {
+            rule: [
+                sum(not r["battery"].get(rule, True) for r in modes["taps"] if r.get("battery")),
+                sum(rule in r.get("battery", {}) for r in modes["taps"]),
+            ]
+            for rule in NAMES
+        },
     }
     results.with_suffix(".json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(body, indent=1))
+    return 0
+
+
+# ---- fixed rules and hints beside it -------------------------------------------------------------------------------------------------
+
+
+def fixed_rules(trials: int, seed: int) -> int:
+    """Random cases of the frozen mix on honest engines, in this process: how often each fixed rule fails. Ours counts as well."""
+    engines = honest_engines()
+    alarms: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
+    for number, name in enumerate(engines):
+        engine = resolve(name)
+        bench = Bench(InProcess(engine))
+
+        def run(cases: Sequence[Case], bench: Bench = bench) -> list[Outcome]:
+            outcomes = bench.outcomes(cases)
+            for outcome in outcomes:
+                asked["paritree"] += 1
+                alarms["paritree"] += outcome.verdict in FINDINGS
+                for rule, passes in compared(bench, outcome.case).verdicts().items():
+                    asked[rule] += 1
+                    alarms[rule] += not passes
+            return outcomes
+
+        discovery = Discovery(diet_of(engine.describe(), hazards=False), seed + number, run, lambda outcome: False, trials_expected=0)
+        while discovery.trials < trials / len(engines):
+            discovery.step()
+        log(f"{name}: {discovery.trials} trials")
+    print(
+        json.dumps({rule: {"alarms": alarms[rule], "trials": asked[rule], "rate": round(alarms[rule] / asked[rule], 5)} for rule in asked})
+    )
+    return 0
+
+
+def hinted(results: Path) -> int:
+    """Each minimum with the library without that plant, and without its siblings of the same report: right place, wrong place, unknown. Native plants
+    are another engine: their Python counterparts stay in the library, so that the same defect is there to be named."""
+    plants = {plant.name: plant for plant in (*PLANTS.values(), *NATIVE_PLANTS.values())}
+    counts: dict[str, Counter[str]] = {"python, left out": Counter(), "native, counterparts in": Counter()}
+    for record in done(results).values():
+        plant = plants.get(record["mutant"])
+        if plant is None or record["mode"] != "taps" or not record["found"] or not record.get("case") or plant.bug_class[0] in LEFT_OUT:
+            continue
+        gone = [other.name for other in PLANTS.values() if other.source == plant.source] if plant.kind == "python" else []
+        bench = Bench(InProcess(resolve(plant.engine)))
+        found = hint(bench, from_json(record["case"]), library(gone))
+        right = bool(found.plant) and bool(set(plants[found.plant].expected_ops) & set(plant.expected_ops))
+        said = "unknown" if not found.plant else "right place" if right else "wrong place"
+        counts["python, left out" if plant.kind == "python" else "native, counterparts in"][said] += 1
+        log(f"{plant.name}: {said}: {found.text}")
+    body = {name: dict(count) for name, count in counts.items()}
+    results.with_name("mutation-hints.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(body))
     return 0
 
 

@@ -26,6 +26,10 @@ HANG_DEADLINE_S = 0.5  # ten times the longest step of a small case; a hang that
 SECONDS = 60.0  # per finding; CAMPAIGNS 1.5: 140 checks in the median, 323 at most
 
 
+CHECKS_MAX = 120  # runs of the engine per finding; what is left after that is smaller numbers, not a smaller tree
+SHRINK_CHECKS_MAX = 40  # of these, for Hypothesis: it finds the guilty case of a batch and its rough size
+
+
 @dataclasses.dataclass(frozen=True)
 class Minimum:
     """`judgement`: the first finding of `case`; `checks`: runs of the engine that it took."""
@@ -78,9 +82,10 @@ def minimum(
         if choices:
             diet = diet_of(supervisor.description, hazards=hazards, views=takes_views(supervisor), checkpoint=checkpoint, preset=preset)
             strategy = batch_strategy(diet, kind, size)
-            best, made = shrunk(best, strategy, [choices], fails, seconds / 3)
+            best, made = shrunk(best, strategy, [choices], fails, seconds / 3, SHRINK_CHECKS_MAX)
             checks += made
-        best, made = reduced(best, fails, guilty=wanted.guilty, seconds=max(1.0, seconds - (time.monotonic() - began)))
+        left = max(1.0, seconds - (time.monotonic() - began))
+        best, made = reduced(best, fails, guilty=wanted.guilty, checks_max=CHECKS_MAX - checks, seconds=left)
         checks += made
         supervisor.restart()
         found = fingerprint.first(wanted.engine, list(Bench(supervisor).outcome(best).judgements))

@@ -26,7 +26,7 @@ class DeadlinePassed(BaseException):
 
 
 def shrunk(
-    case: Case, strategy: st.SearchStrategy[Sequence[Case]], choices: Iterable[bytes], fails: Fails, seconds: float
+    case: Case, strategy: st.SearchStrategy[Sequence[Case]], choices: Iterable[bytes], fails: Fails, seconds: float, checks_max: int = 1000
 ) -> tuple[Case, int]:
     """The smallest failing case that Hypothesis meets while it shrinks a failing batch, and the number of checks.
 
@@ -46,7 +46,7 @@ def shrunk(
         for one in batch:
             line = to_json(one)
             if line not in memo:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or len(memo) > checks_max:
                     raise DeadlinePassed
                 memo[line] = fails(one)
             if memo[line]:
