@@ -206,6 +206,7 @@ def _generate_step(arrays: Arrays, number: int, step: Generate, generations: lis
     return {
         "do": "generate", "prompts": [f"{number}.prompt.{i}" for i in range(len(step.prompts))], "budget": step.budget,
         "max_new": step.limits.max_new, "stop_tokens": list(step.limits.stop_tokens), "drafts": drafts,
+        "sampling": None if step.sampling is None else dataclasses.asdict(step.sampling),
     }  # fmt: skip
 
 
@@ -288,6 +289,7 @@ def in_words(case: Case) -> str:
         lengths = ", ".join(str(length) for length, _ in case.prompts)
         overrides = "".join(f", {name} = {value}" for name, value in case.overrides)
         trees = "; ".join("trees of " + ", ".join(str(len(tree)) for tree in trees) + " nodes" for trees in case.rounds) or "no rounds"
-        loop = f"; then its own loop ({case.generate.drafter} drafter, budget {case.generate.budget})" if case.generate else ""
+        drawn = ", sampled" if case.generate and case.generate.sampling else ""
+        loop = f"; then its own loop ({case.generate.drafter} drafter, budget {case.generate.budget}{drawn})" if case.generate else ""
         return f"preset {case.preset}{overrides}, {case.regime} weights, prompts of {lengths} tokens, {trees}{loop}{hazards}"
     return f"{case.op} on recorded tensors"

@@ -6,6 +6,7 @@ coverage table and not a silence.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from campaigns.case import Case, OpCase, SessionCase, TreeCase
@@ -13,6 +14,7 @@ from campaigns.operands import REFUSED, REGIMES
 from campaigns.plan import tree_parents
 from campaigns.strategies import OP_SHAPES, in_frozen_mix
 from campaigns.weights import REGIMES as WEIGHT_REGIMES
+from spec.sampling import Sampling
 
 Cell = tuple[str, str]
 
@@ -40,6 +42,7 @@ def declared() -> set[Cell]:
     out |= {("loop", word) for word in ("none", "random", "noisy", "table", "chain")} | {
         ("stop token", word) for word in ("declared", "none")
     }
+    out |= {("sampling", field.name) for field in dataclasses.fields(Sampling) if field.name not in ("seed", "logit_bias", "top_k_ties")}
     out |= {
         ("coincidence broken", word) for word in ("rope_dim", "groups", "yarn", "routed_scale", "q_rank", "tied", "scoring", "latent_eps")
     }
@@ -87,6 +90,7 @@ def _session_cells(case: SessionCase) -> Iterator[Cell]:
     if case.generate is not None:
         yield "loop", case.generate.drafter
         yield "stop token", "declared" if case.generate.stop_at >= 0 else "none"
+        yield from (("sampling", name) for name, _ in case.generate.sampling)
     if in_frozen_mix(case):
         yield "frozen mix", "yes"
 

@@ -46,6 +46,7 @@ class Diet:
     checkpoint: str = ""  # a folder that some sessions load
     relations: tuple[str, ...] = ("",)  # what sessions are run a second time for; one is drawn per session, "" is none
     preset: str = ""  # of the other sessions; empty: all that the generator knows
+    samples: bool = False  # the engine's loop draws tokens with prescribed noise
 
     def shares(self) -> dict[str, float]:
         """Of the kinds that the engine does, summing to 1; empty where it does none."""
@@ -71,6 +72,7 @@ def diet_of(description: Description, *, hazards: bool = True, views: bool = Tru
         trees=bool(TREE_OPS & set(known)),
         sessions=sessions,
         loops=sessions and "generate" in can,
+        samples=sessions and {"generate", "sampling"} <= can,
         op_hazards=tuple(name for name in HAZARDS if views or name != "views") if hazards else (),
         session_hazards=(
             *(name for name in strategies.PLAN_HAZARDS if name in can or name not in ("fork", "evict")),
@@ -194,5 +196,6 @@ def batch_strategy(diet: Diet, kind: str, size: str) -> st.SearchStrategy[Any]:
             checkpoint=diet.checkpoint,
             only=diet.preset,
             relations=diet.relations,
+            samples=diet.samples,
         )
     return st.lists(one, min_size=1, max_size=BATCH[kind])

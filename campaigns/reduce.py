@@ -107,7 +107,15 @@ def cost(case: Case) -> tuple[Any, ...]:
         loop = (
             (0,)
             if generate is None
-            else (1, generate.budget, generate.max_new, generate.block_len, generate.stop_at >= 0, generate.grid >= 0)
+            else (
+                1,
+                generate.budget,
+                generate.max_new,
+                generate.block_len,
+                generate.stop_at >= 0,
+                generate.grid >= 0,
+                len(generate.sampling),
+            )
         )
         return (
             nodes_of(case), len(case.rounds), len(case.prompts), sum(length for length, _ in case.prompts), loop, len(case.hazards), case.relation != "",
@@ -253,6 +261,10 @@ def _smaller_loops(generate: GenerateCase) -> Iterator[GenerateCase]:
         yield replace(generate, stop_at=-1)
     if generate.grid >= 0:
         yield replace(generate, grid=-1)
+    if generate.sampling:
+        yield replace(generate, sampling=())
+    for dropped in range(1, len(generate.sampling)):  # the temperature, which comes first, stays: without it there is no sampling
+        yield replace(generate, sampling=tuple(pair for number, pair in enumerate(generate.sampling) if number != dropped))
     if generate.seed:
         yield replace(generate, seed=0)
 

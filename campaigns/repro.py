@@ -233,7 +233,8 @@ def run_step(session: Any, step: Mapping[str, Any], tensors: Mapping[str, Any], 
     elif kind == "generate":
         prompts = [tensors[name].copy() for name in step["prompts"]]
         limits = limits_of(step["max_new"], tuple(step["stop_tokens"]))
-        out = session.generate(prompts, drafter_of(step, tensors), step["budget"], limits)
+        given = (prompts, drafter_of(step, tensors), step["budget"], limits)
+        out = session.sample(*given, sampling_of(step["sampling"])) if step.get("sampling") else session.generate(*given)
         answer: dict[str, Any] = {}
         for number, generation in enumerate(out):
             answer[f"tokens {number}"] = np.array(generation.tokens, np.int64)
@@ -266,6 +267,25 @@ def limits_of(max_new: int, stop_tokens: tuple[int, ...]) -> Any:
         return Limits(max_new, stop_tokens)
     except ImportError:
         return SimpleNamespace(max_new=max_new, stop_tokens=stop_tokens)
+
+
+def sampling_of(fields: Mapping[str, Any]) -> Any:
+    whole = dict(fields) | {"logit_bias": tuple((int(token), float(bias)) for token, bias in fields["logit_bias"])}
+    try:
+        from spec.sampling import Sampling
+
+        return Sampling(**whole)
+    except ImportError:
+        return SimpleNamespace(**whole)
+
+
+def parameters_of(sampling: Any) -> dict[str, Any]:
+    """The pairs that cross the C ABI; none: greedy."""
+    if sampling is None:
+        return {}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+    pairs = {name: getattr(sampling, name) for name in names} | {"top_k_ties_all": int(sampling.top_k_ties == "all")}
+    return pairs | {f"logit_bias:{token}": bias for token, bias in sampling.logit_bias}
 
 
 def config_of(plan: Mapping[str, Any]) -> Any:
@@ -401,7 +421,7 @@ class GenerateArgs(ctypes.Structure):
         ("struct_size", ctypes.c_uint32), ("reserved", ctypes.c_uint32), ("prompt_count", ctypes.c_int64), ("prompts", ctypes.POINTER(INT32)),
         ("prompt_lengths", ctypes.POINTER(ctypes.c_int64)), ("draft", DRAFT_FN), ("draft_user", ctypes.c_void_p),
         ("block_len", ctypes.c_int64), ("budget", ctypes.c_int64), ("max_new", ctypes.c_int64), ("stop_tokens", INT32),
-        ("stop_count", ctypes.c_int64), ("emit", EMIT_FN), ("emit_user", ctypes.c_void_p), ("stream", ctypes.c_void_p),
+        ("stop_count", ctypes.c_int64), ("emit", EMIT_FN), ("emit_user", ctypes.c_void_p), ("stream", ctypes.c_void_p), ("sampling", Params),
     ]  # fmt: skip
 
 
@@ -543,6 +563,11 @@ class LibrarySession:
         self.library.check(self.library.c.paritree_fork(self.handle, source, target))
 
     def generate(self, prompts: list[Any], drafter: Any, budget: int, limits: Any) -> list[Any]:
+        return self.sample(prompts, drafter, budget, limits, None)
+
+    def sample(self, prompts: list[Any], drafter: Any, budget: int, limits: Any, sampling: Any) -> list[Any]:
+        keep: list[Any] = []
+        pairs = params_of(parameters_of(sampling), keep)
         tokens: list[list[int]] = [[] for _ in prompts]
         rounds: list[list[Any]] = [[] for _ in prompts]
         arrays = [np.ascontiguousarray(prompt, np.int32) for prompt in prompts]
@@ -569,7 +594,7 @@ class LibrarySession:
 
         args = GenerateArgs(
             ctypes.sizeof(GenerateArgs), 0, len(arrays), pointers, lengths, DRAFT_FN(draft) if drafter else DRAFT_FN(), None,
-            drafter.block_len if drafter else 0, budget, limits.max_new, stops.ctypes.data_as(INT32), len(stops), EMIT_FN(emit), None, None,
+            drafter.block_len if drafter else 0, budget, limits.max_new, stops.ctypes.data_as(INT32), len(stops), EMIT_FN(emit), None, None, pairs,
         )  # fmt: skip
         self.library.check(self.library.c.paritree_generate(self.handle, ctypes.byref(args)))
         return [SimpleNamespace(tokens=tuple(t), rounds=tuple(r)) for t, r in zip(tokens, rounds, strict=True)]

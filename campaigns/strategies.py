@@ -19,6 +19,7 @@ from campaigns.operands import REFUSALS, REFUSED, REGIMES
 from campaigns.weights import REGIMES as WEIGHT_REGIMES
 from campaigns.weights import checkpoint_at
 from spec.config import preset
+from spec.sampling import Sampling
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -251,7 +252,7 @@ def _tree(draw: Draw, node_max: int) -> tuple[Node, ...]:
 
 @cache
 @st.composite
-def _generate(draw: Draw, size: str) -> GenerateCase:
+def _generate(draw: Draw, size: str, samples: bool = False) -> GenerateCase:
     return GenerateCase(
         drafter=draw(_pick(("random", "noisy", "table", "chain", "none"))),
         seed=draw(_int(0, 1000)),
@@ -261,7 +262,26 @@ def _generate(draw: Draw, size: str) -> GenerateCase:
         block_len=draw(_int(1, 3 if size == "small" else 6)),
         max_new=draw(_int(1, 4 if size == "small" else 10)),
         stop_at=draw(_pick((-1, 2, 4, 0))),
+        sampling=draw(_sampling()) if samples and draw(st.booleans()) else (),
     )
+
+
+@cache
+@st.composite
+def _sampling(draw: Draw) -> tuple[tuple[str, float], ...]:
+    """Temperatures at which a tiny model's draws differ from its argmax, and any mixture of the other fields."""
+    fields = {
+        "temperature": (0.7, 1.0, 2.0, 0.0),
+        "top_k": (0.0, 0.0, 1.0, 3.0, 20.0),
+        "top_p": (1.0, 1.0, 0.9, 0.5),
+        "min_p": (0.0, 0.0, 0.05),
+        "repetition_penalty": (1.0, 1.0, 1.3),
+        "presence_penalty": (0.0, 0.0, 0.8),
+        "frequency_penalty": (0.0, 0.0, 0.5, -1.0),
+    }
+    drawn = {name: draw(_pick(values)) for name, values in fields.items()}
+    neutral = Sampling()
+    return tuple((name, value) for name, value in drawn.items() if name == "temperature" or value != getattr(neutral, name))
 
 
 Model = tuple[str, Bundle, int, str, str]
@@ -283,13 +303,19 @@ def models(draw: Draw, size: str, checkpoint: str = "", only: str = "") -> Model
 
 @st.composite
 def sessions_of(
-    draw: Draw, model: Model, size: str, loops: bool, hazards: tuple[str, ...], relations: tuple[str, ...] = ("",)
+    draw: Draw,
+    model: Model,
+    size: str,
+    loops: bool,
+    hazards: tuple[str, ...],
+    relations: tuple[str, ...] = ("",),
+    samples: bool = False,
 ) -> SessionCase:
     small = size == "small"
     count = draw(_pick((1, 2) if small else (1, 2, 2, 3)))
     length = _pick((1, 2, 3, 4) if small else (1, 2, 3, 5, 7, 8, 9, 13, 17))
     name, overrides, seed, regime, checkpoint = model
-    loop = draw(_generate(size)) if loops and draw(_int(0, 3)) == 0 else None
+    loop = draw(_generate(size, samples)) if loops and draw(_int(0, 3)) == 0 else None
     relation = draw(_pick(relations))
     return SessionCase(
         preset=name,
@@ -326,11 +352,15 @@ def session_batches(
     checkpoint: str = "",
     only: str = "",
     relations: tuple[str, ...] = ("",),
+    samples: bool = False,
 ) -> st.SearchStrategy[list[SessionCase]]:
-    """Sessions that share one model, so that weights are made and the engine is opened once for all of them. Full ones are in the frozen mix."""
+    """Sessions that share one model, so that weights are made and the engine is opened once for all of them. Full ones are in the frozen mix.
+
+    `samples`: half of the loops draw their tokens.
+    """
 
     def of_model(model: Model) -> st.SearchStrategy[list[SessionCase]]:
-        one = sessions_of(model, size, loops, hazards, relations)
+        one = sessions_of(model, size, loops, hazards, relations, samples)
         return st.lists(one.map(lengthened) if size == "full" else one, min_size=1, max_size=most)
 
     return models(size, checkpoint, only).flatmap(of_model)

@@ -68,6 +68,22 @@ class Sampling:
         check("seed", 0 <= self.seed <= SEED_MAX, f"between 0 and {SEED_MAX}")
 
 
+def as_parameters(sampling: Sampling) -> dict[str, int | float]:
+    """The flat (key, int | double) pairs that cross the C ABI."""
+    out: dict[str, int | float] = {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_k_ties_all": int(sampling.top_k_ties == "all"),
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "seed": sampling.seed,
+    }
+    return out | {f"logit_bias:{token}": float(bias) for token, bias in sampling.logit_bias}
+
+
 def scaled_logits(sampling: Sampling, logits: Float, history: Sequence[int], prompt_len: int) -> Wide:
     """z [V], float64, -inf for tokens that cannot be drawn; the row's distribution is softmax(z) (S1).
 

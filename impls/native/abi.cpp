@@ -120,6 +120,7 @@ void generate(Session& session, const paritree_generate_args& args) {
     const paritree_status status = args.emit(args.emit_user, &emission);
     if (status != PARITREE_OK) failed("the emit callback answered ", status, " for prompt ", emission.sequence);
   };
+  if (args.sampling.count != 0) request.sampling = read_sampling(args.sampling, session.config().vocab);
   generate(session, request);
 }
 
@@ -160,7 +161,7 @@ paritree_status paritree_describe(paritree_description* description) {
     description->version = "0.1.0";
     description->profile_name = "float32-any-order";
     description->profile = {profile, sizeof profile / sizeof profile[0]};
-    description->capabilities = "run_op,forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree";
+    description->capabilities = "run_op,forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree,sampling";
     description->ops = PARITREE_OP_NAMES;
     description->taps = PARITREE_TAP_NAMES;
   });

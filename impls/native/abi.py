@@ -189,6 +189,7 @@ class GenerateArgs(Structure):
         ("emit", EmitFn),
         ("emit_user", c_void_p),
         ("stream", c_void_p),
+        ("sampling", Params),
     )
 
 
@@ -220,4 +221,5 @@ CAPABILITY_SYMBOLS = {
     "free_slots": ("paritree_free_slots",),
     "generate": ("paritree_open", "paritree_generate"),
     "generate_tree": ("paritree_open", "paritree_generate"),
+    "sampling": ("paritree_open", "paritree_generate"),
 }

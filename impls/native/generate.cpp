@@ -17,6 +17,7 @@ struct Stream {
   int32_t number;    // index of the prompt
   int32_t sequence;  // name in the cache
   std::vector<int32_t> history;
+  int64_t prompt_len;
   int64_t emitted = 0;
   bool done = false;
   Tree tree;  // of the running round
@@ -31,7 +32,7 @@ class Loop {
     for (std::size_t i = 0; i < request.prompts.size(); ++i) {
       if (request.prompts[i].empty()) invalid("prompt ", i, " has no tokens: give at least one");
       while (session_.cache().contains(sequence)) --sequence;
-      streams_.push_back({static_cast<int32_t>(i), sequence--, request.prompts[i], 0, request.max_new == 0, {}});
+      streams_.push_back({static_cast<int32_t>(i), sequence--, request.prompts[i], static_cast<int64_t>(request.prompts[i].size()), 0, request.max_new == 0, {}});
     }
   }
 
@@ -88,6 +89,19 @@ class Loop {
     return ids;
   }
 
+  // The token after `history` from wanted row `row` of the last batch; `best` is its argmax.
+  int32_t token_of(const Stream& stream, const std::vector<int32_t>& history, int64_t row, int32_t best) const {
+    if (!request_.sampling) return best;
+    const int64_t vocab = session_.config().vocab;
+#ifdef PARITREE_PLANT_STALE_PENALTIES
+    const std::vector<int32_t>& seen = stream.history;
+#else
+    const std::vector<int32_t>& seen = history;
+#endif
+    const Place place{stream.number, static_cast<int64_t>(history.size())};
+    return draw(*request_.sampling, logits_.data() + row * vocab, vocab, seen, stream.prompt_len, place);
+  }
+
   // Appends tokens as far as rule A4 lets them out and reports them; returns how many those are.
   int64_t emit(Stream& stream, const std::vector<int32_t>& tokens, const Acceptance* accepted) {
     int64_t kept = 0;
@@ -133,7 +147,7 @@ class Loop {
       std::vector<int32_t> path(stream.history.size());
       for (std::size_t i = 0; i < path.size(); ++i) path[i] = static_cast<int32_t>(i);
       session_.cache().commit(stream.sequence, path.data(), static_cast<int64_t>(path.size()));
-      emit(stream, {ids[static_cast<std::size_t>(stream.number)]}, nullptr);
+      emit(stream, {token_of(stream, stream.history, stream.number, ids[static_cast<std::size_t>(stream.number)])}, nullptr);
     }
   }
 
@@ -144,7 +158,7 @@ class Loop {
     const int32_t path[] = {0};
     for (std::size_t i = 0; i < active.size(); ++i) {
       session_.cache().commit(active[i]->sequence, path, 1);
-      emit(*active[i], {ids[i]}, nullptr);
+      emit(*active[i], {token_of(*active[i], active[i]->history, static_cast<int64_t>(i), ids[i])}, nullptr);
     }
   }
 
@@ -158,7 +172,8 @@ class Loop {
         add_row(rows, *stream, stream->tree.tokens[node], stream->prefix() + stream->tree.depths[node], parent < 0 ? -1 : first + parent, true);
       }
     }
-    const std::vector<int32_t> ids = choices(rows);
+    std::vector<int32_t> ids = choices(rows);
+    if (request_.sampling) draw_nodes(active, ids);
     const int32_t* target = ids.data();
     for (Stream* stream : active) {
       const Tree& tree = stream->tree;
@@ -171,6 +186,19 @@ class Loop {
       // as far as emitted, so that the cache is that of the cut stream also after a stop in the middle of a path
       const int64_t kept = emit(*stream, tokens, &accepted);
       session_.cache().commit(stream->sequence, accepted.path.data(), kept);
+    }
+  }
+
+  // Replaces the argmax of every row by the token drawn after the node's own path (A6).
+  void draw_nodes(const std::vector<Stream*>& active, std::vector<int32_t>& ids) const {
+    int64_t row = 0;
+    for (const Stream* stream : active) {
+      std::vector<std::vector<int32_t>> paths;
+      for (std::size_t node = 0; node < stream->tree.tokens.size(); ++node, ++row) {
+        paths.push_back(node == 0 ? stream->history : paths[static_cast<std::size_t>(stream->tree.parents[node])]);
+        if (node > 0) paths.back().push_back(stream->tree.tokens[node]);
+        ids[static_cast<std::size_t>(row)] = token_of(*stream, paths.back(), row, ids[static_cast<std::size_t>(row)]);
+      }
     }
   }
 

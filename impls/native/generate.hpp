@@ -1,8 +1,10 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <vector>
 
+#include "sampling.hpp"
 #include "session.hpp"
 
 namespace paritree {
@@ -16,9 +18,10 @@ struct GenerateRequest {
   int64_t max_new = 0;
   std::vector<int32_t> stop_tokens;
   std::function<void(const paritree_emission&)> emit;
+  std::optional<Sampling> sampling;  // none: greedy
 };
 
-// Greedy decoding of all prompts together, on sequences of its own that are evicted at the end, also after an error.
+// Decoding of all prompts together, on sequences of its own that are evicted at the end, also after an error.
 void generate(Session& session, const GenerateRequest& request);
 
 }  // namespace paritree

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from impls.native import abi, tensors
 from spec.config import Config
 from spec.engine import Description, Drafter, EngineError, Float, Generation, Int, Limits, Round, Rows, TapSink, Unsupported
+from spec.sampling import Sampling, as_parameters
 
 if TYPE_CHECKING:
     from impls.native.adapter import Library
@@ -139,6 +140,17 @@ class LibrarySession:
 
     def generate(self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits) -> list[Generation]:
         """Raises Unsupported without the capability `generate`, or `generate_tree` where there is a drafter."""
+        return self._decode(prompts, drafter, budget, limits, {})
+
+    def sample(self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits, sampling: Sampling) -> list[Generation]:
+        """Raises Unsupported without the capability `sampling`, or as `generate`."""
+        if "sampling" not in self._description.capabilities:
+            raise Unsupported(f"{self._description.name} does not list the capability 'sampling'")
+        return self._decode(prompts, drafter, budget, limits, as_parameters(sampling))
+
+    def _decode(
+        self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits, sampling: Mapping[str, int | float]
+    ) -> list[Generation]:
         needed = "generate" if drafter is None else "generate_tree"
         if needed not in self._description.capabilities:
             raise Unsupported(f"{self._description.name} does not list the capability {needed!r}")
@@ -149,6 +161,7 @@ class LibrarySession:
         raised = Raised()
         emitted = _Emitted(len(arrays))
         emit = abi.EmitFn(lambda user, emission: raised.guard(emitted.take, emission.contents))
+        pairs, owners = tensors.parameters(sampling)
         draft = _NO_DRAFT if drafter is None else abi.DraftFn(self._draft_callback(drafter, raised))
         args = abi.GenerateArgs(
             ctypes.sizeof(abi.GenerateArgs),
@@ -166,8 +179,10 @@ class LibrarySession:
             emit,
             None,
             None,
+            pairs,
         )
         status = self._function("paritree_generate")(self._open_handle(), ctypes.byref(args))
+        del owners  # kept until here: `pairs` points into them
         raised.reraise()
         self._library.check(status, "paritree_generate")
         return emitted.generations()

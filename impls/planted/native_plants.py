@@ -9,7 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from impls.planted import Plant
-from impls.planted.planting import ACCEPT, ANY, CACHE, CLASSES, MASK, POSITION, REGIONS, ROPE, ROUTE, SCORES, SOFTMAX, STREAM, TABLE, TREE
+from impls.planted.planting import (
+    ACCEPT,
+    ANY,
+    CACHE,
+    CLASSES,
+    MASK,
+    POSITION,
+    REGIONS,
+    ROPE,
+    ROUTE,
+    SAMPLING,
+    SCORES,
+    SOFTMAX,
+    STREAM,
+    TABLE,
+    TREE,
+)
 
 PRODUCTS = ("matmul", "q_absorb", "o_heads", "moe", "M3")
 COMMIT = (*CACHE, "commit", "cache_rows")
@@ -67,6 +83,15 @@ _ALL = (
     _plant(
         "stop-last", "d", "BUGZOO D06 LostRuins/koboldcpp/issues/1276", (*STREAM, "generate"),
         "an accepted node is a stop token and the bonus is not", nodes=1, needs=["generate", "stop"],
+    ),
+    _plant(
+        "sampled-greedy", "d", "DDTREE section 6 row 17 sgl-project/sglang/pull/29907", SAMPLING, "temperature 2: one token is drawn",
+        needs=["generate", "sampling"],
+    ),
+    _plant(
+        "stale-penalties", "d", "DDTREE section 6 row 50 Avarok-Cybersecurity/atlas/pull/132", SAMPLING,
+        "a tree of one node that is accepted, and whose token, unpenalised, would be drawn again", nodes=1,
+        needs=["generate", "sampling"],
     ),
     _plant(
         "compact-first", "e", "DDTREE section 6 row 16 sgl-project/sglang/pull/27509", COMMIT,

@@ -45,6 +45,7 @@ REGIONS = {
     "sequences": "two sequences or more in one batch",
     "generate": "the engine's own loop with a drafter",
     "stop": "a stop token in the stream",
+    "sampling": "a loop that draws its tokens",
     "op": "seen by run_op only: no session reaches the input",
     "yarn": "YaRN with factor > 1",
     "mscale": "mscale != mscale_all_dim",
@@ -81,6 +82,7 @@ TREE = ("best_first_tree", "T3", "T5", "T6", "T7")
 TABLE = ("draft_table", "best_first_tree", "T2", "T3", "T4", "T8")  # a loop shows only the tree that comes of it
 ACCEPT = ("accept", "A1", "A3", "V1", "L1")
 STREAM = ("A4", "L1", "L2", "L3")
+SAMPLING = ("generate", "A2", "A6", "S1", "S2", "S3")
 
 
 def plant(

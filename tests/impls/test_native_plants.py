@@ -325,6 +325,7 @@ def test_the_hang_is_at_five_rows_only(size: int) -> None:
 
 
 def test_every_plant_is_shown() -> None:
+    """The plants of sampling are shown in test_native_sampling.py."""
     shown = {
         *OPERATIONS,
         "key-layout",
@@ -337,5 +338,7 @@ def test_every_plant_is_shown() -> None:
         "stop-last",
         "mask-crash",
         "gemm-hang",
+        "sampled-greedy",
+        "stale-penalties",
     }
     assert shown == set(PLANTS)

@@ -86,7 +86,7 @@ typedef struct paritree_description { /* filled by the engine; all pointers stay
   const char *version;
   const char *profile_name; /* of spec.engine.PROFILES or your own; NULL: float32-any-order */
   paritree_params profile;  /* fields of spec.engine.Profile that differ from it; int "height_block": B of "blocked:B", 0: any */
-  const char *capabilities; /* comma-separated: run_op,forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree */
+  const char *capabilities; /* comma-separated: run_op,forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree,sampling */
   const char *ops;          /* comma-separated, of PARITREE_OP_NAMES */
   const char *taps;         /* comma-separated, of PARITREE_TAP_NAMES */
 } paritree_description;
@@ -221,6 +221,9 @@ typedef struct paritree_generate_args {
   paritree_emit_fn emit;
   void *emit_user;
   void *stream;
+  /* count 0: greedy; else draw by the rules S1-S3 and A6 with the prescribed noise (capability "sampling"): temperature, top_k, top_k_ties_all,
+   * top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, and "logit_bias:17" for token 17 */
+  paritree_params sampling;
 } paritree_generate_args;
 
 paritree_status paritree_generate(paritree_session *session, const paritree_generate_args *args);
