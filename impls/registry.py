@@ -118,11 +118,10 @@ def _built(variant: str | None) -> Path:
         return build.library(plant=variant)
     except build.UnknownPlant as problem:
         raise UnknownEngine(str(problem)) from None
-    except build.NoCompiler as problem:
-        found, _, advice = str(problem).partition(": ")
-        raise EngineLoadError("native", found, "this engine is compiled at first use", advice or "install a C++17 compiler") from problem
     except build.BuildError as problem:
-        raise EngineLoadError("native", str(problem), "the native engine must compile", "see the compiler's message") from problem
+        text = str(problem)
+        found, _, advice = text.partition(": ") if "\n" not in text else (text, "", "see the compiler's message")
+        raise EngineLoadError("native", found, "this engine is compiled at first use", advice) from problem
 
 
 _OWN: dict[str, Callable[[str | None], Engine]] = {"golden": _golden, "blocked": _blocked, "native": _native}

@@ -140,7 +140,13 @@ def _published(path: Path, make: Callable[[Path], None]) -> Path:
     """`path`, made by make(temporary file) if it does not exist; one process makes it and the others wait."""
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(f".{path.name}.lock").touch()
+    except OSError as problem:
+        raise BuildError(
+            f"the cache {path.parent} cannot be written ({problem.strerror}): set PARITREE_CACHE to a folder that can be written"
+        ) from None
     with _lock(path.with_name(f".{path.name}.lock")):
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as folder:

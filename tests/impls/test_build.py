@@ -192,3 +192,9 @@ def test_the_header_can_be_included_after_dlpack(tmp_path: Path) -> None:
         source.write_text('#include "dlpack.h"\n#include "paritree.h"\nint32_t size = (int32_t)sizeof(DLTensor);\n')
         flags = ["-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{header.HEADER.parent}"]
         subprocess.run([*compiler, *language, *flags, str(source)], check=True)
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_variable_that_moves_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITREE_CACHE", "/proc")  # a folder in which nobody can make a file
+    with pytest.raises(build.BuildError, match=r"the cache /proc/native cannot be written .*: set PARITREE_CACHE"):
+        build.library()
