@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: help setup check test lint types contracts native drill bench clean
+.PHONY: help setup check test lint types contracts native llama peers drill bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -46,11 +46,27 @@ types: setup ## mypy --strict over the rooms
 contracts: setup ## who may import whom
 	$(BIN)/lint-imports
 
-drill: setup ## slow checks: planted engines, peers, browser, fault drills
+$(VENV)-llama/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-llama
+	$(VENV)-llama/bin/python -m pip install --quiet -e ".[dev,llama]"
+	@touch $@
+
+$(VENV)-peers/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet -e ".[dev,peers]"
+	@touch $@
+
+llama: $(VENV)-llama/.installed ## check llama.cpp (a wheel of 34 MB, in an environment of its own)
+	$(VENV)-llama/bin/python -m pytest -rs -k "llama or page or unknown" tests/impls/test_peers_conformance.py tests/impls/test_peers_found.py
+
+peers: $(VENV)-peers/.installed ## check transformers on torch, torch's operations and llama.cpp (an environment of its own, over 1 GB)
+	$(VENV)-peers/bin/python -m pytest -rs tests/impls/test_peers_conformance.py tests/impls/test_peers_found.py tests/impls/test_peers_ops.py
+
+drill: setup peers ## slow checks: planted engines, peers, browser, fault drills
 	$(BIN)/python -m pytest -n $(JOBS) -m "drill"
 
 bench: setup ## measured claims, results in benchmarks/results/
 	$(BIN)/python -m benchmarks
 
 clean: ## remove the environment and outputs
-	rm -rf $(VENV) $(OUT)
+	rm -rf $(VENV) $(VENV)-llama $(VENV)-peers $(OUT)

@@ -37,7 +37,8 @@ class UnknownVariant(LookupError):
 def unavailable(name: str) -> str:
     """Empty, or why the peer cannot be loaded here."""
     missing = [package for package in PACKAGES.get(name, ()) if importlib.util.find_spec(package) is None]
-    return f"{', '.join(missing)} not installed: pip install 'paritree[peers]'" if missing else ""
+    extra = {"llama.cpp": "llama", "mlx": "mlx"}.get(name, "peers")
+    return f"{', '.join(missing)} not installed: pip install 'paritree[{extra}]'" if missing else ""
 
 
 def installed() -> tuple[str, ...]:

@@ -8,6 +8,7 @@ are thousands of roundings, NaN, or a dead process.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -137,17 +138,26 @@ def groups_by_maximum_are_ranked_by_sums() -> tuple[bool, list[str]]:
     ]
 
 
-def one_expert_per_group_aborts() -> tuple[bool, list[str]]:
-    """In a child: the process does not survive."""
-    text = (
-        "from impls.peers import gguf_weights\nfrom impls.peers.llamacpp_engine import LlamaCppEngine\n"
-        "from spec.config import preset\nfrom spec.weights import random_weights\n"
-        "config = preset('tiny', groups=8, top_groups=4, group_score='max')\ngguf_weights.refuse = lambda config: None\n"
-        "LlamaCppEngine().open(config, random_weights(config, 0).__getitem__)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, env={**os.environ, "GGML_NO_BACKTRACE": "1"}, check=False)
-    last = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "GGML_ASSERT" in line]
-    return done.returncode < 0, [f"llama_model_load_from_file ended the process with signal {-done.returncode}: {''.join(last[-1:])[-90:]}"]
+def group_counts_abort_the_loader() -> tuple[bool, list[str]]:
+    """In children: the process does not survive."""
+    lines, there = [], True
+    for what, groups, kept in (("all groups are kept (2 of 2)", 2, 2), ("a group has one expert (8 groups of 8 experts)", 8, 4)):
+        text = (
+            "import gguf\nfrom impls.peers import gguf_weights\nfrom impls.peers.llamacpp_engine import LlamaCppEngine\n"
+            "from impls.peers.found import _for_llama\nfrom spec.weights import random_weights\n"
+            "keys = gguf_weights._keys\n"
+            "def grouped(writer, config):\n"
+            f"    keys(writer, config)\n    writer.add_expert_group_count({groups})\n    writer.add_expert_group_used_count({kept})\n"
+            "engine, config = LlamaCppEngine(), _for_llama()\ngguf_weights._keys = grouped\n"
+            "engine.open(config, random_weights(config, 0).__getitem__)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, env={**os.environ, "GGML_NO_BACKTRACE": "1"}, check=False)
+        said = [line.partition("GGML_ASSERT")[2] for line in done.stderr.decode("utf-8", "replace").splitlines() if "GGML_ASSERT" in line]
+        lines.append(
+            f"{what}: llama_model_load_from_file ended the process with signal {-done.returncode}: GGML_ASSERT{''.join(said[-1:])}"
+        )
+        there &= done.returncode < 0
+    return there, lines
 
 
 def lite_by_layer_count() -> tuple[bool, list[str]]:
@@ -300,7 +310,81 @@ def transformers_float32_angles() -> tuple[bool, list[str]]:
     return float32_angles(TransformersEngine, _for_transformers(**LONG))
 
 
+# mlx-lm
+
+
+def mlx_one_expert_is_not_renormalised() -> tuple[bool, list[str]]:
+    from impls.peers.mlx_engine import MlxEngine
+
+    config = _for_mlx(top_k=1, norm_top_k=False)
+    weights, rows = random_weights(config, 0), chain(TOKENS)
+    found = logits(_mlx_with(MlxEngine(), norm_topk_prob=True), config, weights, rows)
+    wrong, other = (
+        error(found, golden(dataclasses.replace(config, norm_top_k=True), weights, rows)),
+        error(found, golden(config, weights, rows)),
+    )
+    return wrong > ROUNDING > other, [
+        f"num_experts_per_tok = 1, norm_topk_prob = true: logit error {wrong:.2g}; against norm_topk_prob = false: {other:.1e}"
+    ]
+
+
+def mlx_scoring_function_is_ignored() -> tuple[bool, list[str]]:
+    from impls.peers.mlx_engine import MlxEngine
+
+    config = _for_mlx()
+    weights, rows = dict(random_weights(config, 0)), chain(TOKENS)
+    weights["1.router_bias"] = np.zeros_like(weights["1.router_bias"])
+    found = logits(_mlx_with(MlxEngine(), scoring_func="softmax"), config, weights, rows)
+    wrong, other = (
+        error(found, golden(dataclasses.replace(config, scoring="softmax"), weights, rows)),
+        error(found, golden(config, weights, rows)),
+    )
+    return wrong > ROUNDING > other, [f'scoring_func = "softmax": logit error {wrong:.2g}; against "sigmoid": {other:.1e}']
+
+
+def mlx_dropped_groups_beat_negative_choices() -> tuple[bool, list[str]]:
+    from impls.peers.mlx_engine import MlxEngine
+
+    config = _for_mlx(groups=4, top_groups=2, group_fill="zero")
+    weights, rows = dict(random_weights(config, 0)), chain(TOKENS)
+    weights["1.router_bias"] = weights["1.router_bias"] - np.float32(2)  # every choice is negative
+    found = _tapped(MlxEngine(), config, weights, rows, "expert_ids")
+    group = np.sort(found // (config.experts // config.groups), -1)
+    due = _golden_tap(dataclasses.replace(config, group_fill="-inf"), weights, rows, "expert_ids")
+    differ = int((np.sort(found, -1) != np.sort(due, -1)).any(-1).sum())
+    wrong = error(logits(MlxEngine(), config, weights, rows), golden(dataclasses.replace(config, group_fill="-inf"), weights, rows))
+    return differ == len(rows) and wrong > ROUNDING, [
+        f"4 groups, 2 kept, correction bias of mean -2: {differ} of {len(rows)} tokens go to other experts, logit error {wrong:.2g}; row 0 chooses groups {group[0].tolist()}"
+    ]
+
+
+def _mlx_with(engine: Engine, **changes: Any) -> Engine:
+    """The engine with other arguments of the model than the configuration says, as a config.json would bring them."""
+    from mlx_lm.models import deepseek_v3
+
+    module: Any = importlib.import_module("impls.peers.mlx_engine")
+
+    class Changed:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def open(self, config: Config, weights: Any) -> Any:
+            plain = deepseek_v3.ModelArgs
+            module.deepseek_v3.ModelArgs = lambda **given: plain(**(given | changes))
+            try:
+                return engine.open(config, weights)
+            finally:
+                module.deepseek_v3.ModelArgs = plain
+
+    changed: Any = Changed()
+    return changed  # type: ignore[no-any-return]
+
+
 # Helpers
+
+
+def _for_mlx(**changes: Any) -> Config:
+    return preset("tiny", **({"latent_eps": 1e-6, "denominator_eps": 0.0} | changes))
 
 
 def _for_llama(**changes: Any) -> Config:
@@ -333,7 +417,7 @@ def _golden_tap(config: Config, weights: Weights, rows: Rows, name: str) -> Floa
     return caught[max(caught)]
 
 
-LLAMA, HUGGING_FACE = ("xllamacpp", "gguf"), ("torch", "transformers")
+LLAMA, HUGGING_FACE, MLX = ("xllamacpp", "gguf"), ("torch", "transformers"), ("mlx", "mlx_lm")
 FOUND: dict[str, Finding] = {
     "llama-flash-attention": Finding(
         LLAMA, "flash attention casts a float32 cache to float16, and overflows at 65504", flash_attention_halves_the_cache
@@ -345,7 +429,9 @@ FOUND: dict[str, Finding] = {
         LLAMA, "expert weights are not renormalised where their scores sum to less than 6.1e-5", expert_weights_are_clamped
     ),
     "llama-group-max": Finding(LLAMA, "softmax gating with groups ranks groups by their two best", groups_by_maximum_are_ranked_by_sums),
-    "llama-group-abort": Finding(LLAMA, "a GGUF with one expert per group aborts the process", one_expert_per_group_aborts),
+    "llama-group-abort": Finding(
+        LLAMA, "a GGUF whose groups are all kept, or hold one expert, aborts the process", group_counts_abort_the_loader
+    ),
     "llama-lite-layers": Finding(LLAMA, "a model of 26 or 27 layers with q_lora is not loaded", lite_by_layer_count),
     "llama-long-positions": Finding(LLAMA, "rotary angles by repeated float32 products", llama_float32_angles),
     "transformers-bool-mask": Finding(HUGGING_FACE, "eager attention adds a boolean 4-D mask as numbers", eager_adds_a_boolean_mask),
@@ -356,6 +442,9 @@ FOUND: dict[str, Finding] = {
     "transformers-double": Finding(HUGGING_FACE, "a model after .double() still computes norms in float32", double_is_not_float64),
     "transformers-latent-eps": Finding(HUGGING_FACE, "the norms of the latents ignore rms_norm_eps", latent_norms_ignore_the_eps),
     "transformers-long-positions": Finding(HUGGING_FACE, "rotary angles in float32", transformers_float32_angles),
+    "mlx-top-1": Finding(MLX, "the weight of one chosen expert is not renormalised", mlx_one_expert_is_not_renormalised),
+    "mlx-scoring-func": Finding(MLX, "scoring_func is read and ignored", mlx_scoring_function_is_ignored),
+    "mlx-group-fill": Finding(MLX, "dropped groups count as 0 and beat negative choices", mlx_dropped_groups_beat_negative_choices),
 }
 
 
@@ -372,7 +461,7 @@ def main(arguments: list[str]) -> int:
     from importlib.metadata import version
 
     print(f"{arguments[0]}: {finding.title}")
-    print(", ".join(f"{package} {version(package)}" for package in finding.packages))
+    print(", ".join(f"{package} {version(package.replace('_', '-'))}" for package in finding.packages))
     print("\n".join(lines))
     print("reproduced" if there else "gone: the package does what it should")
     return 0 if there else 1

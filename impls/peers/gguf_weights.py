@@ -19,7 +19,7 @@ from spec.engine import Unsupported
 from spec.weights import Provider, checked_tensor, weight_shapes
 
 ARCHITECTURE = "deepseek2"
-GUESSED_LAYERS = (26, 27)  # the loader takes these for the "lite" model without q_lora and does not read the key
+GUESSED_LAYERS: tuple[int, ...] = (26, 27)  # the loader takes these for the "lite" model without q_lora and does not read the key
 CLAMP = 2.0**-14  # llama.cpp: the smallest normal float16, the least that it divides expert weights by
 KNOWN = frozenset({"scoring", "group_score", "norm_top_k", "denominator_eps", "denominator_clamp", "latent_eps", "rope_layout", "tied"})
 CONTEXT_MAX = 1 << 20  # tokens; written as the trained context where no YaRN section gives one

@@ -72,6 +72,10 @@ def refuse(config: Config) -> None:
         raise Unsupported("q_proj never has a bias; attention_bias without query compression has none to put it in")
     if c.latent_norm_eps != 1e-6:
         raise Unsupported(f"the norms of the latents have eps 1e-6 whatever the configuration says, not {c.latent_norm_eps:g}")
+    if c.yarn is not None and c.yarn.factor < 1:
+        raise Unsupported(
+            f"a YaRN factor of {c.yarn.factor:g} compresses positions here; the specification leaves them as they are up to 1"
+        )
     if c.first_dense == c.layers:
         raise Unsupported("a model without a sparse layer is not what these classes are for")
     if not c.shared_experts:
