@@ -272,6 +272,7 @@ class Shards:
                 text=True,
                 bufsize=1,
                 env=environment,
+                process_group=0,  # Ctrl-C on a terminal reaches the runner alone, which ends them
             )
             for _ in range(count)
         ]

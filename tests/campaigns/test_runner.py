@@ -185,6 +185,28 @@ def test_a_killed_runner_leaves_the_finding_and_no_process(tmp_path: Path, toy: 
         assert store.runs()[0]["finished"] == 0
 
 
+def test_an_interrupt_of_the_terminal_ends_in_one_sentence(tmp_path: Path, toy: Path) -> None:
+    """Ctrl-C goes to the whole foreground group; the shards are not in it."""
+    words = ["check", ENGINE, "--trials", "1000000000", "--jobs", "2", "--store", str(tmp_path / "store")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paritree.cli", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        below = []
+        while len(below) < 3:  # two shards and what they start
+            assert process.poll() is None
+            time.sleep(0.05)
+            below = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert said == "paritree: interrupted; what was found is in the store\n"
+    _, alive = psutil.wait_procs(below, timeout=30)
+    assert not alive, alive
+
+
 # Replays
 
 
