@@ -272,6 +272,7 @@ class Shard:
 def engine_row(spec: str, description: Any) -> dict[str, Any]:
     offers = ", ".join(sorted(description.capabilities)) or "nothing"
     text = f"offers {offers}; {len(description.ops)} operations, {len(description.taps)} taps"
+    text += "".join(f"; by design {d.field} = {d.value}: {d.reason}" for d in description.departures)
     return {
         "spec": spec,
         "name": description.name,
