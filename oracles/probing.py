@@ -6,8 +6,9 @@ that the evidence names. A largest error over a scan is a lower bound, so that u
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oracles.audit import rounded
+from oracles.audit import declared_height, rounded
 from oracles.ball import Wide, height_block
-from oracles.summation import blocked_height, smallest_block
+from oracles.summation import smallest_block
 from spec.engine import UNIT_FLOAT32, Profile
 
 FULL = 23  # explicit bits of float32's fraction
@@ -207,6 +208,33 @@ def tanh_line(x: NDArray[np.float32], found: NDArray[Any]) -> Line:
     return unknown("tanh_silu", f"{where}: neither form, relative error up to {relative.max():.1e}")
 
 
+# ---- one line per name -----------------------------------------------------------------------------------------------------------------
+
+
+def merged(lines: Iterable[Line]) -> list[Line]:
+    """One line per name: the looser of two values that are known, a known one before an unknown one."""
+    out: dict[str, Line] = {}
+    for line in lines:
+        before = out.get(line.name)
+        out[line.name] = line if before is None else _looser(before, line)
+    return list(out.values())
+
+
+def _looser(first: Line, second: Line) -> Line:
+    """The value that allows more errors is the profile's; "there is none" is only as sure as both places that were asked."""
+    order = list(Certainty)
+    if first.value is None or second.value is None:
+        known = first if second.value is None else second
+        doubtful = known.certainty is Certainty.SURE and not known.value
+        return dataclasses.replace(known, certainty=Certainty.LIKELY if doubtful else known.certainty)
+    if first.value == second.value:
+        pick = min if first.value else max
+        certainty = pick(first.certainty, second.certainty, key=order.index)
+        return dataclasses.replace(first, certainty=certainty, evidence=f"{first.evidence}; {second.evidence}")
+    chosen, other = (second, first) if second.value > first.value else (first, second)
+    return dataclasses.replace(chosen, evidence=f"{chosen.evidence}; but {other.value}: {other.evidence}")
+
+
 # ---- against what is declared --------------------------------------------------------------------------------------------------------
 
 LARGER_IS_LOOSER = ("u_input", "u_output", "u_accumulate", "exp_ulp", "log_ulp", "rsqrt_ulp", "div_ulp", "angle_roundings")
@@ -227,4 +255,4 @@ def contradicts(line: Line, declared: Profile) -> bool:
     if line.name == "ties":
         return bool(claimed == "lowest" and line.value != "lowest")
     block = height_block(declared.height)
-    return line.name == "height" and block is not None and any(seen > blocked_height(block, terms) for terms, seen in line.heights.items())
+    return line.name == "height" and block is not None and any(seen > declared_height(block, terms) for terms, seen in line.heights.items())

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-MASK = (
-    2.0**100
-)  # absorbs ones in float32 and float64 accumulators, finite in float32, bfloat16 and TF32; float16 overflows and tells nothing
+from oracles.audit import declared_height
+
+MASK = 2.0**100  # absorbs ones in float32 and in float64; finite in float32, bfloat16 and TF32, not in float16, which then tells nothing
 Sizes = NDArray[np.int64]
 Tree = int | tuple["Tree", ...]
 
@@ -103,23 +103,18 @@ def depth_of_leaf(under: Sizes) -> int:
 def smallest_block(heights: dict[int, int]) -> int:
     """The smallest power of two B for which min(n - 1, B + ceil(log2(n / B))) covers the heights seen at each n: kernels cut at such sizes."""
     block = 1
-    while any(seen > blocked_height(block, terms) for terms, seen in heights.items()):
+    while any(seen > declared_height(block, terms) for terms, seen in heights.items()):
         block *= 2
     return block
-
-
-def blocked_height(block: int, terms: int) -> int:
-    """Additions above a term of "blocked:B"."""
-    return min(terms - 1, block + max(0, int(np.ceil(np.log2(terms / block)))))
 
 
 def words(tree: Tree, terms: int) -> str:
     """What kind of tree it is."""
     top = height(tree)
-    if top == terms - 1:
-        return "a chain"
     if widest(tree) > 2:
         return f"fused additions of up to {widest(tree)} terms, height {top}"
+    if top == terms - 1:
+        return "a chain"
     if top == int(np.ceil(np.log2(terms))):
         return "a balanced tree"
     return f"partial sums, height {top}"

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from campaigns.measure import Float, Refused, root_points
+from campaigns.measure.functions import root_points
+from campaigns.measure.subject import Float, Refused
+from campaigns.measure.ties import tie_line
 from campaigns.trial import Worker
 from campaigns.weights import weights_for
 from oracles import probing
-from campaigns.measure_ties import tie_line
 from oracles.probing import Line, likely, sure, unknown
 from spec.config import Config, ConfigError, preset
 from spec.engine import UNIT_FLOAT32, Int, Limits, Rows, departed
@@ -55,7 +56,7 @@ def probe_weights(config: Config, key: WeightsKey) -> Mapping[str, Array]:
 
 
 class Sessions:
-    """A Subject (campaigns/measure.py) over sessions. The probes lie in a folder that goes with it."""
+    """A Subject (subject.py) over sessions. The probes lie in a folder that goes with it."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
