@@ -131,7 +131,8 @@ def from_json(text: str) -> Case:
     cls = KINDS[body["kind"]]
     fields = {k: _tuples(v) for k, v in body.items() if k not in ("kind", "schema", "generator")}
     if fields.get("generate") is not None:
-        fields["generate"] = _build(GenerateCase, fields["generate"])
+        loop = fields["generate"]
+        fields["generate"] = _build(GenerateCase, {k: _tuples(v) for k, v in loop.items()} if isinstance(loop, dict) else loop)
     built: Case = _build(cls, fields)
     return built
 

@@ -21,7 +21,9 @@ from oracles.judgement import FINDINGS
 from spec.config import PRESETS
 from spec.engine import Description
 
-EVERYTHING = Diet(ops=tuple(OP_SHAPES), trees=True, sessions=True, loops=True, op_hazards=("poison",), session_hazards=("fork", "evict"))
+EVERYTHING = Diet(
+    ops=tuple(OP_SHAPES), trees=True, sessions=True, loops=True, op_hazards=("poison",), session_hazards=("fork", "evict"), samples=True
+)
 
 
 class Unrun:
@@ -45,7 +47,7 @@ def discovered(trials: int, *, seed: int = 0, diet: Diet = EVERYTHING, expected:
 
 @pytest.fixture(scope="module")
 def mixed() -> list[Case]:
-    return discovered(4000, expected=4000)
+    return discovered(5000, expected=5000)
 
 
 def test_every_declared_region_is_reached(mixed: list[Case]) -> None:
@@ -108,7 +110,7 @@ def test_every_bundle_of_overrides_fits_a_preset() -> None:
 
 
 def test_sessions_that_are_drawn_can_be_planned() -> None:
-    diet = Diet(ops=(), trees=False, sessions=True, loops=True, session_hazards=("fork", "evict", "freed"))
+    diet = Diet(ops=(), trees=False, sessions=True, loops=True, session_hazards=("fork", "evict", "freed"), samples=True)
     cases = discovered(60, diet=diet)
     for case in cases:
         assert isinstance(case, SessionCase)
@@ -164,7 +166,7 @@ def test_an_engine_is_asked_what_it_offers(capabilities: set[str], kinds: set[st
 def test_an_engine_without_trees_or_loops_gets_neither() -> None:
     diet = diet_of(Description("e", "1", capabilities=frozenset({"run_op", "forward", "commit"}), ops=frozenset({"matmul"})))
     assert diet.ops == ("matmul",)
-    assert not diet.trees and not diet.loops
+    assert not diet.trees and not diet.loops and not diet.samples
     assert "fork" not in diet.session_hazards
 
 
