@@ -57,10 +57,10 @@ $(VENV)-peers/.installed: pyproject.toml
 	@touch $@
 
 llama: $(VENV)-llama/.installed ## check llama.cpp (a wheel of 34 MB, in an environment of its own)
-	$(VENV)-llama/bin/python -m pytest -rs -k "llama or page or unknown" tests/impls/test_peers_conformance.py tests/impls/test_peers_found.py
+	$(VENV)-llama/bin/python -m pytest -rs -k "llama or page or unknown" tests/impls/test_peers_conformance.py tests/impls/test_peers_llamacpp.py tests/impls/test_peers_found.py
 
 peers: $(VENV)-peers/.installed ## check transformers on torch, torch's operations and llama.cpp (an environment of its own, over 1 GB)
-	$(VENV)-peers/bin/python -m pytest -rs tests/impls/test_peers_conformance.py tests/impls/test_peers_found.py tests/impls/test_peers_ops.py
+	$(VENV)-peers/bin/python -m pytest -rs tests/impls/test_peers_conformance.py tests/impls/test_peers_llamacpp.py tests/impls/test_peers_found.py tests/impls/test_peers_ops.py
 
 drill: setup peers ## slow checks: planted engines, peers, browser, fault drills
 	$(BIN)/python -m pytest -n $(JOBS) -m "drill"

@@ -73,6 +73,7 @@ _PROTOTYPES: tuple[tuple[str, Any, list[Any]], ...] = (
     ("llama_decode", c.c_int32, [c.c_void_p, Batch]),
     ("llama_get_logits_ith", c.POINTER(c.c_float), [c.c_void_p, c.c_int32]),
     ("llama_get_memory", c.c_void_p, [c.c_void_p]),
+    ("llama_memory_clear", None, [c.c_void_p, c.c_bool]),
     ("llama_memory_seq_rm", c.c_bool, [c.c_void_p, c.c_int32, c.c_int32, c.c_int32]),
     ("llama_memory_seq_cp", None, [c.c_void_p, c.c_int32, c.c_int32, c.c_int32, c.c_int32]),
     ("llama_memory_seq_pos_max", c.c_int32, [c.c_void_p, c.c_int32]),

@@ -260,14 +260,14 @@ class LlamaCppSession:
             if name not in taps:
                 continue
             if name in ("scores", "probs"):
-                array = self._by_key(spans, array)
+                array = self._by_key(spans, array, is_weight=name == "probs")
             elif name == "logits":
                 array = array[want_logits]
             sink(name, layer, np.ascontiguousarray(array))
 
-    def _by_key(self, spans: list[Span], by_cell: Float) -> Float:
+    def _by_key(self, spans: list[Span], by_cell: Float, *, is_weight: bool) -> Float:
         """[T, H, cells] -> [T, H, S]: the cells of a row's own sequence in logical order. Weight on any other cell goes into one more column, which
-        a judge refuses: nothing is hidden by the reordering."""
+        a judge refuses: nothing is hidden by the reordering. Scores of other cells are masked later and mean nothing."""
         keys = {}
         for span in spans:
             sequence = self._sequences[span.sequence]
@@ -279,7 +279,6 @@ class LlamaCppSession:
             cells = keys[span.sequence]
             out[span.rows, :, : len(cells)] = by_cell[span.rows][:, :, cells]
             left[np.ix_(span.rows, np.arange(left.shape[1]), np.array(cells, np.intp))] = 0
-        is_weight = bool((by_cell >= 0).all())  # scores of other cells are masked and mean nothing
         stray = left.sum(-1) if is_weight else np.zeros(left.shape[:2], np.float32)
         if not stray.any():
             return out[:, :, :-1]
@@ -320,6 +319,8 @@ class LlamaCppSession:
         self._drop_pending(own)
         self._release(own.base)
         del self._sequences[sequence]
+        if not self._sequences:  # the next rows go to the first cells again, so that equal sessions give equal bits
+            self._library.llama_memory_clear(self._memory, False)
 
     def fork(self, source: int, target: int) -> None:
         own = self._known(source)
