@@ -77,7 +77,7 @@ PLANTS: tuple[Plant, ...] = (
     Plant(
         "stale-workspace",  # [k] the padding of a sort is whatever was there
         "    for (unsigned i = count + threadIdx.x; i < padded; i += FINISH_THREADS) held[i] = 0;\n",
-        "",
+        "    for (unsigned i = count + threadIdx.x; i < padded; i += FINISH_THREADS) held[i] = held[i] ? held[i] : ~0ull;\n",
         "draft_table",
         "uninitialised shared memory is sorted with the candidates",
     ),
@@ -90,8 +90,8 @@ PLANTS: tuple[Plant, ...] = (
     ),
     Plant(
         "path-order",  # [a] equal scores in the order of insertion
-        "        const unsigned long long x = path[a * PATH_WORDS + w], y = path[b * PATH_WORDS + w];\n        if (x != y) return x < y;",
-        "        const unsigned long long x = path[a * PATH_WORDS + w], y = path[b * PATH_WORDS + w];\n        if (x != y) return x > y;",
+        "(w == word_of(depth_b - 1) ? digit_b : 0ull);\n        if (x != y) return x < y;",
+        "(w == word_of(depth_b - 1) ? digit_b : 0ull);\n        if (x != y) return x > y;",
         "best_first_tree",
         "equal scores leave in the wrong order",
     ),

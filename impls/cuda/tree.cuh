@@ -200,9 +200,26 @@ struct Key<long long> {
     static PARITREE_INLINE unsigned upper(unsigned long long key) { return static_cast<unsigned>(key >> 32); }
 };
 
-PARITREE_INLINE bool path_before(const unsigned long long* path, int a, int b) {
+// Where digit `index` of a rank path stands: its word, and its value there.
+PARITREE_INLINE int word_of(int index) { return index / DIGITS_PER_WORD; }
+PARITREE_INLINE unsigned long long digit_in_word(int index, int rank) {
+    return static_cast<unsigned long long>(rank + 1) << (DIGIT_BITS * (DIGITS_PER_WORD - 1 - index % DIGITS_PER_WORD));
+}
+
+// What decides between equal scores: the path of a waiting candidate is that of its parent and one more digit.
+struct Waiting {
+    const unsigned long long* node_path;  // [budget][PATH_WORDS], by node number
+    const int* parent_of;                 // [capacity], by slot
+    const int* place_of;                  // [capacity] depth << 16 | rank
+};
+
+PARITREE_INLINE bool path_before(const Waiting& waiting, int a, int b) {
+    const int depth_a = waiting.place_of[a] >> 16, depth_b = waiting.place_of[b] >> 16;
+    const unsigned long long digit_a = digit_in_word(depth_a - 1, waiting.place_of[a] & 0xffff);
+    const unsigned long long digit_b = digit_in_word(depth_b - 1, waiting.place_of[b] & 0xffff);
     for (int w = 0; w < PATH_WORDS; ++w) {
-        const unsigned long long x = path[a * PATH_WORDS + w], y = path[b * PATH_WORDS + w];
+        const unsigned long long x = waiting.node_path[waiting.parent_of[a] * PATH_WORDS + w] + (w == word_of(depth_a - 1) ? digit_a : 0ull);
+        const unsigned long long y = waiting.node_path[waiting.parent_of[b] * PATH_WORDS + w] + (w == word_of(depth_b - 1) ? digit_b : 0ull);
         if (x != y) return x < y;
     }
     return false;
@@ -210,7 +227,8 @@ PARITREE_INLINE bool path_before(const unsigned long long* path, int a, int b) {
 
 // The lane with the largest key, the first rank path among equals; -1: all keys are 0. The same answer in every lane.
 template <typename Integer>
-PARITREE_INLINE int best_lane(typename Key<Integer>::Type key, int slot, const unsigned long long* path) {
+PARITREE_INLINE int best_lane(typename Key<Integer>::Type key, int slot, const Waiting& waiting) {
+    __syncwarp();  // lanes come from branches of their own, and a reduction over a part of the warp would be a wrong maximum
     const unsigned upper = Key<Integer>::upper(key), best_upper = __reduce_max_sync(FULL_WARP, upper);
     if (best_upper == 0) return -1;
     bool best = upper == best_upper;
@@ -224,7 +242,7 @@ PARITREE_INLINE int best_lane(typename Key<Integer>::Type key, int slot, const u
         int winner_slot = __shfl_sync(FULL_WARP, slot, winner);
         while (equal &= equal - 1) {
             const int rival = __ffs(static_cast<int>(equal)) - 1, rival_slot = __shfl_sync(FULL_WARP, slot, rival);
-            if (path_before(path, rival_slot, winner_slot)) {
+            if (path_before(waiting, rival_slot, winner_slot)) {
                 winner = rival;
                 winner_slot = rival_slot;
             }
@@ -233,16 +251,18 @@ PARITREE_INLINE int best_lane(typename Key<Integer>::Type key, int slot, const u
     return winner;
 }
 
-// `table` [depth_max][width] in units, or null: converted where it is read.
+// `table` [depth_max][width] in units, or null: converted where it is read. The frontier is 32 groups of up to 32 neighbouring slots; lane g
+// keeps the best of group g. What the next maximum needs comes first in an iteration, what only ties and the output need comes last.
 template <typename Integer>
 PARITREE_INLINE int pop_units(const Build& build, unsigned long long* memory, const Integer* table, int exponent) {
     using Unsigned = typename Key<Integer>::Type;
     const int width = build.width, budget = build.budget, per_group = (budget + 31) / 32, capacity = 32 * per_group;
-    unsigned long long* path = memory;                                                   // [capacity][PATH_WORDS]
-    Unsigned* keys = reinterpret_cast<Unsigned*>(path + capacity * PATH_WORDS);          // [capacity], 0: empty
-    Integer* node_score = reinterpret_cast<Integer*>(keys + capacity);                   // [capacity], by node number below the budget
-    int* parent_of = reinterpret_cast<int*>(node_score + capacity);                      // [capacity]
-    int* place_of = parent_of + capacity;                                                // [capacity] depth << 16 | rank
+    unsigned long long* node_path = memory;                                              // [capacity][PATH_WORDS], by node number below the budget
+    Unsigned* keys = reinterpret_cast<Unsigned*>(node_path + capacity * PATH_WORDS);     // [capacity], by slot; 0: empty
+    Integer* node_score = reinterpret_cast<Integer*>(keys + capacity);                   // [capacity], by node number
+    int* parent_of = reinterpret_cast<int*>(node_score + capacity);                      // [capacity], by slot
+    int* place_of = parent_of + capacity;                                                // [capacity]
+    const Waiting waiting = {node_path, parent_of, place_of};
     const int lane = threadIdx.x;
     const auto units_at = [&](int at) {
         return table != nullptr ? table[at] : static_cast<Integer>(in_units(build.log_probs[at], exponent));
@@ -252,68 +272,65 @@ PARITREE_INLINE int pop_units(const Build& build, unsigned long long* memory, co
     Unsigned own_key = 0;  // the best of group `lane`
     int own_slot = lane * per_group, used = 1, number = 0;
     __syncwarp();
+    if (lane < PATH_WORDS) node_path[lane] = 0;
     if (lane == 0) {
         own_key = static_cast<Unsigned>(units_at(0)) ^ Key<Integer>::BIAS;
         keys[0] = own_key;
-        for (int w = 0; w < PATH_WORDS; ++w) path[w] = w ? 0ull : 1ull << (DIGIT_BITS * (DIGITS_PER_WORD - 1));
         node_score[0] = 0;
         parent_of[0] = 0;
         place_of[0] = 1 << 16;
     }
-    __syncwarp();
-    // lanes from 4 on make the child, the first four the sibling; of each role the first lane holds the numbers
-    const bool as_child = lane >= PATH_WORDS;
-    const int word = lane % PATH_WORDS;
+    const bool as_child = lane == 1;  // lane 1 makes the child, lane 0 the sibling
     while (true) {
-        const int group = best_lane<Integer>(own_key, own_slot, path);
+        const int group = best_lane<Integer>(own_key, own_slot, waiting);
         if (group < 0) break;
         const int slot = __shfl_sync(FULL_WARP, own_slot, group);
         const Integer score = static_cast<Integer>(__shfl_sync(FULL_WARP, own_key, group) ^ Key<Integer>::BIAS);
         const int parent = parent_of[slot], place = place_of[slot], depth = place >> 16, rank = place & 0xffff;
-        const unsigned long long path_word = path[slot * PATH_WORDS + word];
         ++number;
         const int row = (depth - 1) * width;
         const bool sibling = rank + 1 < build.widths[depth - 1], child = build.widths[depth] > 0;  // widths past the last depth are 0
         const bool wanted = as_child ? child : sibling;
         const Integer above = as_child ? score : node_score[parent];
         const Unsigned key = wanted ? static_cast<Unsigned>(above + units_at(as_child ? row + width : row + rank + 1)) ^ Key<Integer>::BIAS : Unsigned{0};
+        if (number < budget) {
+            const int fresh = used % 32 * per_group + used / 32;
+            const int target = as_child && sibling ? fresh : slot;
+            __syncwarp();  // the slot is read
+            if (lane < 2 && wanted) {
+                keys[target] = key;
+                parent_of[target] = as_child ? number : parent;
+                place_of[target] = as_child ? (depth + 1) << 16 : place + 1;
+            }
+            if (lane == 0 && !sibling && !child) keys[slot] = 0;
+            if (lane == 2) node_score[number] = score;
+            if (lane >= 4 && lane < 4 + PATH_WORDS) {
+                const int word = lane - 4;
+                node_path[number * PATH_WORDS + word] = node_path[parent * PATH_WORDS + word] + (word == word_of(depth - 1) ? digit_in_word(depth - 1, rank) : 0ull);
+            }
+            const Unsigned child_key = __shfl_sync(FULL_WARP, key, 1);
+            __syncwarp();  // what is written is seen
+            const Unsigned in_group = lane < per_group ? keys[group * per_group + lane] : Unsigned{0};
+            const int best = best_lane<Integer>(in_group, group * per_group + lane, waiting);
+            const Unsigned best_key = __shfl_sync(FULL_WARP, in_group, best < 0 ? 0 : best);
+            if (lane == group) {
+                own_key = best < 0 ? Unsigned{0} : best_key;
+                own_slot = group * per_group + (best < 0 ? 0 : best);
+            }
+            if (child && sibling) {
+                if (lane == used % 32 && lane != group && (child_key > own_key || (child_key == own_key && path_before(waiting, fresh, own_slot)))) {
+                    own_key = child_key;
+                    own_slot = fresh;
+                }
+                ++used;
+            }
+        }
         if (lane == 8) {
             build.tokens[number] = build.ids[row + rank];
             build.parents[number] = parent;
             build.depths[number] = depth;
         }
         if (number == budget) break;
-        const int fresh = used % 32 * per_group + used / 32;
-        const int target = as_child && sibling ? fresh : slot;
-        __syncwarp();  // the slot is read
-        if (lane == 8) node_score[number] = score;
-        if (lane < 2 * PATH_WORDS && wanted) {
-            const int digit = as_child ? depth : depth - 1, of_word = digit / DIGITS_PER_WORD;
-            const int shift = DIGIT_BITS * (DIGITS_PER_WORD - 1 - (digit - of_word * DIGITS_PER_WORD));
-            path[target * PATH_WORDS + word] = path_word + (word == of_word ? 1ull << shift : 0ull);
-            if (word == 0) {
-                keys[target] = key;
-                parent_of[target] = as_child ? number : parent;
-                place_of[target] = as_child ? (depth + 1) << 16 : place + 1;
-            }
-        }
-        if (lane == 0 && !sibling && !child) keys[slot] = 0;
-        const Unsigned child_key = __shfl_sync(FULL_WARP, key, PATH_WORDS);
-        __syncwarp();  // what is written is seen
-        const Unsigned in_group = lane < per_group ? keys[group * per_group + lane] : Unsigned{0};
-        const int best = best_lane<Integer>(in_group, group * per_group + lane, path);
-        const Unsigned best_key = __shfl_sync(FULL_WARP, in_group, best < 0 ? 0 : best);
-        if (lane == group) {
-            own_key = best < 0 ? Unsigned{0} : best_key;
-            own_slot = group * per_group + (best < 0 ? 0 : best);
-        }
-        if (child && sibling) {
-            if (lane == used % 32 && lane != group && (child_key > own_key || (child_key == own_key && path_before(path, fresh, own_slot)))) {
-                own_key = child_key;
-                own_slot = fresh;
-            }
-            ++used;
-        }
     }
     return number;
 }
