@@ -11,7 +11,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: help setup check test lint types contracts native llama peers drill bench clean
+.PHONY: help setup check test lint types contracts native native-cuda cuda-check llama peers drill bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -28,6 +28,12 @@ setup: $(VENV)/.installed ## create the environment and install
 
 native: setup ## compile the native engine (also done at first use)
 	$(BIN)/python -m impls.native.build
+
+native-cuda: setup ## compile the native CUDA engine (needs nvcc and cuBLAS)
+	$(BIN)/python -m impls.cuda.build
+
+cuda-check: setup ## compile the CUDA kernels for every architecture that is claimed; says so where there is no nvcc
+	$(BIN)/python -m impls.cuda.build --check --if-present
 
 check: setup ## verify the shipped engines; the report is written to $(OUT)/report.html
 	$(BIN)/python -m impls.checkpoint $(OUT)/checkpoint
