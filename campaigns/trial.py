@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
+
 from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase, to_json
 from campaigns.isolation import Deadline
 from campaigns.isolation.chain import TreeJob
@@ -21,15 +23,17 @@ from campaigns.probes import PROBE, PROBES
 from campaigns.relations import twin
 from oracles.answers import of_failure
 from oracles.audit import judge_height, judge_precision
+from oracles.generation import Explain
 from oracles.judge import judge_op
 from oracles.judgement import RUNGS, Judgement, Verdict, worst
 from oracles.relations import judge_relation
 from oracles.session import SessionJudge
 from spec.config import Config
 from spec.engine import Description, Profile
+from spec.loops import prefill_rows
 from spec.model import GoldenModel
 from spec.ops import OPS
-from spec.script import Answer, Failure, OpCall, Script, Trace, WeightsKey
+from spec.script import Answer, Failure, Forward, OpCall, Script, Trace, WeightsKey
 from spec.tree import TreeError
 
 VERDICT_OF_FAILURE = {
@@ -151,7 +155,7 @@ class Bench:
         script = session_script(case, self.worker.description.departures)
         trace = self.worker.script(script)
         judge = session_judge(script.config, script.weights)
-        judgements = judge.judge(script, trace)
+        judgements = judge.judge(script, trace, explain=explainer(self.worker, script, judge))
         if case.relation and trace.failure is None:
             relation, other = twin(case, self.worker.description.departures)
             again = self.worker.script(other)
@@ -203,6 +207,17 @@ def judged_failure(failure: Failure, op: str, step: int) -> Judgement:
     verdict = VERDICT_OF_FAILURE[failure.kind]
     signal = f" (signal {failure.signal})" if failure.signal else ""
     return Judgement(verdict, f"engine {failure.kind}", op, "call", RUNGS[0], step=step, message=f"{failure.message}{signal}")
+
+
+def explainer(worker: Worker, script: Script, judge: SessionJudge) -> Explain:
+    """For a token of the engine's own loop that is not the golden one: the engine runs its history again, with taps, and is judged."""
+
+    def explain(history: tuple[int, ...]) -> list[Judgement]:
+        rows, want = prefill_rows([np.array(history, np.int32)])
+        again = Script(script.config, script.weights, (Forward(rows, want, "prefill"),))
+        return judge.judge(again, worker.script(again))
+
+    return explain
 
 
 @lru_cache(maxsize=8)
