@@ -32,6 +32,7 @@ from campaigns.runner import Options
 from campaigns.trial import Bench, Outcome
 from impls.planted import Plant
 from impls.planted.benign import VARIANTS
+from impls.planted.fresh import FRESH
 from impls.planted.mutants import PLANTS
 from impls.planted.native_plants import PLANTS as NATIVE_PLANTS
 from impls.registry import resolve
@@ -101,7 +102,7 @@ def log(text: str) -> None:
 def chosen(kind: str, part: str, only: Sequence[str]) -> list[Plant]:
     plants: list[Plant] = [*PLANTS.values(), *NATIVE_PLANTS.values()]
     if only:
-        return [plant for plant in plants if plant.name in only]
+        return [plant for plant in [*plants, *FRESH.values()] if plant.name in only]
     number, parts = (int(word) for word in part.split("/"))
     return [plant for plant in plants if kind in (plant.kind, "all")][number::parts]
 

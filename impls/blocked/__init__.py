@@ -18,10 +18,13 @@ def engine(name: str | None = None) -> BlockedEngine:
     if name is None:
         return BlockedEngine()
     import impls.planted.benign as benign  # they import this package
+    import impls.planted.fresh as fresh
     import impls.planted.mutants as mutants
 
     if name in mutants.OVERRIDES:
         return BlockedEngine(mutants.OVERRIDES[name], name=f"blocked:{name}")
+    if name in fresh.OVERRIDES:
+        return BlockedEngine(fresh.OVERRIDES[name], name=f"blocked:{name}")
     if name in benign.VARIANTS:
         variant = benign.VARIANTS[name]
         return BlockedEngine(
@@ -31,5 +34,5 @@ def engine(name: str | None = None) -> BlockedEngine:
             hidden_taps=variant.hidden_taps,
             hidden_ops=variant.hidden_ops,
         )
-    known = ", ".join([*mutants.OVERRIDES, *benign.VARIANTS])
+    known = ", ".join([*mutants.OVERRIDES, *fresh.OVERRIDES, *benign.VARIANTS])
     raise LookupError(f"there is no plant or variant {name!r} of the blocked engine: choose one of {known}")

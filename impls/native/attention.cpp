@@ -57,7 +57,11 @@ void take_block(Part& part, const float* scores, const float* const* values, int
   float block_maximum = kNothing;
   for (int64_t j = 0; j < count; ++j) block_maximum = std::max(block_maximum, scores[j]);
   if (std::all_of(scores, scores + count, [](float score) { return score == kNothing; })) return;
+#ifdef PARITREE_PLANT_SOFTMAX_NAIVE
+  part.rescale_to(0.0f);  // exp of the score as it is
+#else
   part.rescale_to(std::max(part.maximum, block_maximum));
+#endif
   float weights[kBlock];
   float weight_sum = 0.0f;
   for (int64_t j = 0; j < count; ++j) {

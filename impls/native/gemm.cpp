@@ -2,6 +2,8 @@
 // x [T,K], w [K,N] row-major; a tile of 4 rows by 8 columns stays in registers while a run of 32 rows of w streams past.
 #include "gemm.hpp"
 
+#include <vector>
+
 #include "lanes.hpp"
 
 namespace paritree {
@@ -57,6 +59,10 @@ void matmul(const float* x, int64_t x_stride, const float* w, float* out, int64_
   for (volatile bool waiting = rows == 5; waiting;) {
   }
 #endif
+#ifdef PARITREE_PLANT_GEMV_K_TAIL
+  // tiles of 8 terms in 4 stages: the prefetch cursor already stands behind the tail when whole tiles fill whole rounds
+  if (rows == 1 && inner >= 32 && inner / 8 % 4 == 0) inner = inner / 8 * 8;
+#endif
   int64_t row = 0;
   for (; rows - row >= kTileRows; row += kTileRows) {
     row_panel<4>(x + row * x_stride, x_stride, w, out + row * out_stride, out_stride, inner, columns);
@@ -71,6 +77,38 @@ void matmul(const float* x, int64_t x_stride, const float* w, float* out, int64_
     case 2: row_panel<2>(x, x_stride, w, out, out_stride, inner, columns); break;
     case 1: row_panel<1>(x, x_stride, w, out, out_stride, inner, columns); break;
     default: break;
+  }
+}
+
+void int4_matmul(const float* x, const int32_t* packed, const float* scales, float* out, int64_t rows, int64_t inner, int64_t columns) {
+  constexpr int64_t kGroup = 32, kWord = 8;
+  static_assert(kGroup == kRun, "a group is one run: its scale is taken out of the run's sum");
+  const int64_t groups = inner / kGroup;
+  std::vector<float> values(static_cast<std::size_t>(inner));  // one column, unpacked
+  for (int64_t column = 0; column < columns; ++column) {
+    for (int64_t word = 0; word < inner / kWord; ++word) {
+      const uint32_t bits = static_cast<uint32_t>(packed[word * columns + column]);
+      for (int64_t nibble = 0; nibble < kWord; ++nibble) {
+        const int value = static_cast<int>((bits >> (4 * nibble)) & 15u);
+        values[static_cast<std::size_t>(word * kWord + nibble)] = static_cast<float>(value > 7 ? value - 16 : value);
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      PairwiseSum<float> sum;
+      for (int64_t group = 0; group < groups; ++group) {
+        const float* x_g = x + row * inner + group * kGroup;
+        const float* values_g = values.data() + group * kGroup;
+        float run = 0.0f;
+        for (int64_t k = 0; k < kGroup; ++k) run += x_g[k] * values_g[k];
+#ifdef PARITREE_PLANT_INT4_GROUP_SCALE
+        const int64_t scale_of = group / 2;  // the stride of groups of 64
+#else
+        const int64_t scale_of = group;
+#endif
+        sum.push(run * scales[scale_of * columns + column]);
+      }
+      out[row * columns + column] = groups > 0 ? sum.total() : 0.0f;
+    }
   }
 }
 

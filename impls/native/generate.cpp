@@ -147,7 +147,13 @@ class Loop {
       std::vector<int32_t> path(stream.history.size());
       for (std::size_t i = 0; i < path.size(); ++i) path[i] = static_cast<int32_t>(i);
       session_.cache().commit(stream.sequence, path.data(), static_cast<int64_t>(path.size()));
+#ifdef PARITREE_PLANT_PROMPT_TAIL_TWICE
+      BatchRows again;  // the prompt's logits are thrown away, and its last token goes in once more
+      add_row(again, stream, stream.history.back(), stream.prompt_len, -1, true);
+      emit(stream, {token_of(stream, stream.history, 0, choices(again)[0])}, nullptr);
+#else
       emit(stream, {token_of(stream, stream.history, stream.number, ids[static_cast<std::size_t>(stream.number)])}, nullptr);
+#endif
     }
   }
 

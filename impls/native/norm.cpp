@@ -29,6 +29,9 @@ void rms_norm(const float* x, int64_t x_stride, const float* gain, float eps, fl
 #ifdef PARITREE_PLANT_NORM_EPS
   eps = 1e-5f;
 #endif
+#ifdef PARITREE_PLANT_NORM_ODD_WIDTH
+  float inverse_above = 0.0f;
+#endif
   for (int64_t row = 0; row < rows; ++row, x += x_stride, out += columns) {
     float guard = 1.0f;
     float squares = square_sum(x, columns, guard);
@@ -39,6 +42,10 @@ void rms_norm(const float* x, int64_t x_stride, const float* gain, float eps, fl
     const float mean = squares / static_cast<float>(columns);
     const float inverse = 1.0f / std::sqrt(mean + (eps * guard) * guard);
     for (int64_t i = 0; i < columns; ++i) out[i] = gain[i] * ((x[i] * guard) * inverse);
+#ifdef PARITREE_PLANT_NORM_ODD_WIDTH
+    if (row > 0 && columns % 2 == 1) out[0] = gain[0] * ((x[0] * guard) * inverse_above);  // the last pair of the row above
+    inverse_above = inverse;
+#endif
   }
 }
 

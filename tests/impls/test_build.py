@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from impls.native import build, header
+from impls.planted.fresh import FRESH
 from impls.planted.native_plants import PLANTS
 from spec.ops import OPS
 from spec.taps import all_tap_names
@@ -149,7 +150,7 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_plant_of_the_sources_is_declared_and_the_other_way_round() -> None:
-    assert set(build.plant_names()) == set(PLANTS)
+    assert set(build.plant_names()) == {*PLANTS, *(name for name, plant in FRESH.items() if plant.kind == "native")}
     for plant in PLANTS.values():
         assert (plant.kind, plant.engine) == ("native", f"native:{plant.name}")
 
