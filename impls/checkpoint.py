@@ -48,6 +48,11 @@ TOP_NAMES: dict[str, tuple[str, bool]] = {
     "norm": ("model.norm.weight", False),
     "head": ("lm_head.weight", True),
 }
+SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "first_k_dense_replace", "num_attention_heads", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size", "n_routed_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group",
+)  # fmt: skip
 EXPERTS = {"expert_gate": "gate_proj", "expert_up": "up_proj", "expert_down": "down_proj"}
 KV_B = "self_attn.kv_b_proj.weight"
 
@@ -201,6 +206,9 @@ def read_config(path: Path) -> Config:
             raise CheckpointError(f"{path} lacks {key!r}: is it the config of a DeepSeek-V2/V3 or Kimi-K2 model?")
         return data[key]
 
+    for key in SIZES:
+        if type(data.get(key)) not in (int, type(None)):
+            raise CheckpointError(f"{path}: {key} is {data[key]!r}, but must be a whole number")
     scoring = data.get("scoring_func", "sigmoid" if data.get("topk_method", "noaux_tc") == "noaux_tc" else "softmax")
     try:
         return Config(
@@ -216,6 +224,8 @@ def read_config(path: Path) -> Config:
             rope_layout="interleaved" if data.get("rope_interleave", True) else "half", yarn=_yarn(path, _rope_section(data)),
             tied=bool(data.get("tie_word_embeddings", False)),
         )  # fmt: skip
+    except CheckpointError:
+        raise
     except (ConfigError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{path}: {problem}") from None
 

@@ -124,6 +124,8 @@ def test_a_not_finite_weight_is_named_with_its_place(copy: Path) -> None:
         ({"rope_scaling": {"type": "llama3"}}, "rope type is 'llama3'"),
         ({"rope_scaling": {"type": "yarn"}}, "yarn section lacks 'factor'"),
         ({"num_experts_per_tok": 99}, "top_k is 99"),
+        ({"hidden_size": "48"}, r"config\.json: hidden_size is '48', but must be a whole number"),
+        ({"n_group": True}, "n_group is True"),
     ],
 )
 def test_a_wrong_config_is_explained(copy: Path, change: dict[str, object], message: str) -> None:
