@@ -269,15 +269,16 @@ def _generate(draw: Draw, size: str, samples: bool = False) -> GenerateCase:
 @cache
 @st.composite
 def _sampling(draw: Draw) -> tuple[tuple[str, float], ...]:
-    """Temperatures at which a tiny model's draws differ from its argmax, and any mixture of the other fields."""
+    """Temperatures at which a tiny model's draws differ from its argmax, and any mixture of the other fields. Penalties below their neutral value
+    make streams repeat themselves, so that the tokens of a path matter to its later nodes (A6)."""
     fields = {
         "temperature": (0.7, 1.0, 2.0, 0.0),
         "top_k": (0.0, 0.0, 1.0, 3.0, 20.0),
         "top_p": (1.0, 1.0, 0.9, 0.5),
         "min_p": (0.0, 0.0, 0.05),
-        "repetition_penalty": (1.0, 1.0, 1.3),
-        "presence_penalty": (0.0, 0.0, 0.8),
-        "frequency_penalty": (0.0, 0.0, 0.5, -1.0),
+        "repetition_penalty": (1.0, 1.0, 1.3, 0.6),
+        "presence_penalty": (0.0, 0.0, 1.5, -2.0),
+        "frequency_penalty": (0.0, 0.0, 1.0, -2.0),
     }
     drawn = {name: draw(_pick(values)) for name, values in fields.items()}
     neutral = Sampling()
