@@ -239,7 +239,7 @@ def _products(cupy: Any, kernels: Kernels, note: Callable[[Timing], None]) -> No
             note(Timing("matmul f32", f"{rows} x {inner} x {cols}", median, least, floor, "operations or bytes"))
     for rows in (1, 65):
         packed = (rng.random((7168 // 8, 2048)) * 2.0**32).astype(np.uint32)
-        scales = cupy.full((7168 // 32, 2048), 0x3C00, np.uint16)
+        scales = cupy.full((7168 // 32, 2048), 0.0078125, np.float32)
         x = rng.standard_normal((rows, 7168), dtype=np.float32)
         median, least = time_events(
             cupy, captured(cupy, lambda i, x=x, packed=packed, scales=scales: kernels.matmul_int4(x, packed, scales), 4), calls=4

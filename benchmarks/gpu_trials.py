@@ -208,6 +208,19 @@ def parallel(
     return summary(total, time.perf_counter() - began)
 
 
+def paged_findings(engine: Any) -> list[tuple[str, str, str, str]]:
+    """The paged checks of the named suite: run_op has no page table, so that only they show a wrong look-up."""
+    from tests.impls.test_cuda_suite import attention_pages, attention_production_width_pages
+
+    out = []
+    for check in (attention_pages, attention_production_width_pages):
+        try:
+            check(engine.kernels)
+        except AssertionError as problem:
+            out.append((check.__name__, "tree_attention", "DEFECT", str(problem)[:200]))
+    return out
+
+
 def _plant_worker(name: str) -> dict[str, Any]:
     """A plant is caught if an operation is found wrong, localised if it is the planted one and the others drawn with it are clean."""
     from impls.cuda.engine import engine
@@ -219,6 +232,7 @@ def _plant_worker(name: str) -> dict[str, Any]:
         tally = draw_and_judge(bad, 1, 150, (plant.op, "add", "embed", "swiglu"))
         if plant.op == "tree_attention":
             tally.add(judge_wide_attention(bad, 1, 40))
+            tally.findings += paged_findings(bad)
         found = sorted({op for _, op, _, _ in tally.findings})
         first = tally.findings[0] if tally.findings else None
         return {"plant": name, "kind": plant.kind, "op": plant.op, "caught": bool(found), "localised": found == [plant.op], "first": first}

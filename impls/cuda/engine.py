@@ -61,7 +61,12 @@ class CudaEngine:
         self.kernels = Kernels(self.device, forms)
         self._narrow = profile is PROFILE_BF16
         self._description = Description(
-            name=name, version="1", profile=profile, capabilities=frozenset({"run_op"}), ops=frozenset(OPS), taps=frozenset()
+            name=name,
+            version="1",
+            profile=profile,
+            capabilities=frozenset({"run_op"}),
+            ops=frozenset(OPS) & frozenset(_OPS),
+            taps=frozenset(),
         )
 
     def describe(self) -> Description:
@@ -224,6 +229,7 @@ _OPS: dict[str, Callable[[_Call], Outputs]] = {
     "embed": lambda c: {"out": c.kernels.embed(c.on["table"], c.on["ids"])},
     "rms_norm": lambda c: {"out": c.kernels.rms_norm(c.on["x"], c.on["gain"], float(c.params["eps"]))},
     "matmul": lambda c: {"out": c.kernels.matmul(c.on["x"], c.on["w"])},
+    "int4_matmul": lambda c: {"out": c.kernels.matmul_int4(c.on["x"], c.on["packed"], c.on["scales"])},
     "rope": lambda c: {"out": c.kernels.rope(c.on["x"], c.on["cos"], c.on["sin"], bool(c.params["half_layout"]))},
     "q_absorb": lambda c: {"out": c.kernels.per_head(c.on["q_nope"], c.on["w_kc"])},
     "scores": lambda c: {"out": c.kernels.scores(c.on["q"], c.on["keys"], _scale(c))},

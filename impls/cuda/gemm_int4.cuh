@@ -1,19 +1,19 @@
-// Matrix product with int4 weights in groups of 32: spec/ops/matmul.py on the dequantised weights.
+// Matrix product with int4 weights in groups of 32: answers spec/ops/int4_matmul.py.
 //
 //   x [rows, inner] float32    packed [inner / 8, cols] words: nibble i of a word is row 8 * block + i, two's complement, -8..7
-//   scales [inner / 32, cols] bfloat16 bits    out [rows, cols] float32
+//   scales [inner / 32, cols] float32 that are 16-bit numbers    out [rows, cols] float32
 //
-// A weight is nibble * scale, exact in float32 (4 bits times 8 bits); products and sums in float32 by FMA in order of `inner`.
+// A weight is nibble * scale, exact in float32 (4 bits times at most 11 bits); products and sums in float32 by FMA in order of `inner`.
 // inner is a multiple of 32. Forms: plain (one thread an output), and few rows a block with the words of a column read once.
 #pragma once
-#include "ptx.cuh"
+#include "common.cuh"
 
 namespace paritree {
 PARITREE_INLINE float int4_at(unsigned word, int i) { return static_cast<float>(static_cast<int>(word << (28 - 4 * i)) >> 28); }
 }  // namespace paritree
 
 // grid (ceil(cols / 128), rows), block 128
-extern "C" __global__ void matmul_int4_plain(const float* x, const unsigned* packed, const unsigned short* scales, float* out, int rows, int cols,
+extern "C" __global__ void matmul_int4_plain(const float* x, const unsigned* packed, const float* scales, float* out, int rows, int cols,
                                              int inner) {
     const int n = blockIdx.x * blockDim.x + threadIdx.x;
     if (n >= cols) return;
@@ -21,7 +21,7 @@ extern "C" __global__ void matmul_int4_plain(const float* x, const unsigned* pac
     float sum = 0.0f;
     for (int k = 0; k < inner; ++k) {
         const float weight = paritree::int4_at(packed[static_cast<long long>(k / 8) * cols + n], k % 8) *
-                             paritree::of_bf16(scales[static_cast<long long>(k / 32) * cols + n]);
+                             scales[static_cast<long long>(k / 32) * cols + n];
         sum = fmaf(row[k], weight, sum);
     }
     out[static_cast<long long>(blockIdx.y) * cols + n] = sum;
@@ -29,7 +29,7 @@ extern "C" __global__ void matmul_int4_plain(const float* x, const unsigned* pac
 
 // grid (ceil(cols / 64), ceil(rows / 8)), block 256: 64 columns, four warps' worth of groups each; groups are joined in order
 extern "C" __global__ void __launch_bounds__(256)
-matmul_int4_rows(const float* x, const unsigned* packed, const unsigned short* scales, float* out, int rows, int cols, int inner) {
+matmul_int4_rows(const float* x, const unsigned* packed, const float* scales, float* out, int rows, int cols, int inner) {
     constexpr int ROWS = 8, COLS = 64, PARTS = 4;
     __shared__ float partial[PARTS][ROWS][COLS];
     const int column = threadIdx.x % COLS, part = threadIdx.x / COLS;
@@ -39,7 +39,7 @@ matmul_int4_rows(const float* x, const unsigned* packed, const unsigned short* s
     for (int m = 0; m < ROWS; ++m) sums[m] = 0.0f;
     if (n < cols) {
         for (int group = part; group < inner / 32; group += PARTS) {
-            const float scale = paritree::of_bf16(scales[static_cast<long long>(group) * cols + n]);
+            const float scale = scales[static_cast<long long>(group) * cols + n];
 #pragma unroll
             for (int block = 0; block < 4; ++block) {
                 const unsigned word = packed[static_cast<long long>(group * 4 + block) * cols + n];

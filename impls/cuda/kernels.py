@@ -132,7 +132,7 @@ class Kernels:
             self.device.launch(f"matmul_tiled{suffix}", (-(-cols // 64), -(-rows // 64), batches), 256, arguments)
 
     def matmul_int4(self, x: Array, packed: Array, scales: Array) -> Array:
-        """x [T, K] against int4 weights in groups of 32: packed [K / 8, N] uint32, scales [K / 32, N] bfloat16 bits."""
+        """x [T, K] against int4 weights in groups of 32: packed [K / 8, N] words, scales [K / 32, N] float32."""
         rows, inner = x.shape
         cols = packed.shape[1]
         if inner % 32 or packed.shape[0] * 8 != inner or scales.shape != (inner // 32, cols):

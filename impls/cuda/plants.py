@@ -103,6 +103,13 @@ PLANTS: tuple[Plant, ...] = (
         "a node is accepted by its own row",
     ),
     Plant(
+        "page-crossing",  # [j] the first row of a page is looked up in the page before
+        "static_cast<long long>(pages[key / page_size]) * page_size + key % page_size;",
+        "static_cast<long long>(pages[(key > 0 ? key - 1 : 0) / page_size]) * page_size + key % page_size;",
+        "tree_attention",
+        "the first row of every page but the first comes from the page before it",
+    ),
+    Plant(
         "mask-word",  # [h] shift by the whole index
         "if (word) atomicOr(&seen[w], word);",
         "if (word) atomicOr(&seen[0], word);",
