@@ -25,9 +25,12 @@ Step = tuple[str, Any]
 
 def rows(*sequences: tuple[int, int, Sequence[int]]) -> Rows:
     """(sequence, prefix length, parents among its own rows), one after the other; tokens are counted up."""
-    sequence, position, parent = [], [], []
+    sequence: list[int] = []
+    position: list[int] = []
+    parent: list[int] = []
     for name, prefix_len, parents in sequences:
-        first, depths = len(sequence), []
+        first = len(sequence)
+        depths: list[int] = []
         for above in parents:
             depths.append(depths[above] + 1 if above >= 0 else 0)
             sequence.append(name)
@@ -110,7 +113,7 @@ def routed(experts: int, bias: Sequence[float]) -> tuple[str, dict[str, float], 
 
 FLAT = np.full((1, 16), 0.5, np.float32)
 ROW = np.array([[100, *[0.0] * 63]], np.float32)
-CALLS: dict[str, tuple[Any, Any]] = {
+CALLS: dict[str, tuple[Any, ...]] = {
     "padded-argmax": (
         ("argmax", {}, (1,), "ids", {"logits": np.full((1, 10), -1, np.float32)}),
         ("argmax", {}, (1,), "ids", {"logits": np.linspace(-1, 1, 10, dtype=np.float32)[None]}),
