@@ -358,6 +358,28 @@ def mlx_dropped_groups_beat_negative_choices() -> tuple[bool, list[str]]:
     ]
 
 
+def mlx_quantised_cache_raises() -> tuple[bool, list[str]]:
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+
+    from impls.peers.mlx_engine import build
+
+    config = _for_mlx(kv_rank=32, rope_dim=32)
+    model = build(config, random_weights(config, 0).__getitem__)
+
+    def tokens(**options: Any) -> str:
+        try:
+            return str([int(token) for token, _ in generate_step(mx.array(TOKENS[:6]), model, max_tokens=4, **options)])
+        except AttributeError as problem:
+            return f"AttributeError: {problem}"
+
+    plain, quantised = tokens(), tokens(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+    return quantised.startswith("AttributeError") and plain.startswith("["), [
+        f"generate_step without kv_bits: {plain}",
+        f"generate_step with kv_bits = 8: {quantised}",
+    ]
+
+
 def _mlx_with(engine: Engine, **changes: Any) -> Engine:
     """The engine with other arguments of the model than the configuration says, as a config.json would bring them."""
     from mlx_lm.models import deepseek_v3
@@ -444,6 +466,7 @@ FOUND: dict[str, Finding] = {
     "transformers-long-positions": Finding(HUGGING_FACE, "rotary angles in float32", transformers_float32_angles),
     "mlx-top-1": Finding(MLX, "the weight of one chosen expert is not renormalised", mlx_one_expert_is_not_renormalised),
     "mlx-scoring-func": Finding(MLX, "scoring_func is read and ignored", mlx_scoring_function_is_ignored),
+    "mlx-kv-bits": Finding(MLX, "a quantised key-value cache raises AttributeError", mlx_quantised_cache_raises),
     "mlx-group-fill": Finding(MLX, "dropped groups count as 0 and beat negative choices", mlx_dropped_groups_beat_negative_choices),
 }
 
