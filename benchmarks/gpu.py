@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from benchmarks import gpu_peers, gpu_sessions, gpu_timing, gpu_trials
 
 ROOT = Path(__file__).resolve().parents[1]
+SANITIZER_SECONDS = 90  # of one tool
 SECTIONS = ("trials", "production", "plants", "sessions", "suite", "timing", "peers", "sanitizer")
 
 
@@ -105,13 +107,15 @@ def sanitizer() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for tool in ("memcheck", "racecheck", "initcheck"):
         began = time.perf_counter()
-        answer = subprocess.run(
-            ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "python3", "-m", "benchmarks.gpu_checks"],
-            capture_output=True, text=True, check=False, cwd=ROOT, timeout=400,
-        )  # fmt: skip
-        tail = (answer.stdout + answer.stderr).strip().splitlines()[-6:]
-        found[tool] = {"status": answer.returncode, "seconds": round(time.perf_counter() - began, 1), "tail": tail}
-        log(f"{tool}: status {answer.returncode}, {found[tool]['seconds']} s: {tail[-1:]}")
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "benchmarks.gpu_checks"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=SANITIZER_SECONDS)
+            status, text = answer.returncode, answer.stdout + answer.stderr
+        except subprocess.TimeoutExpired as late:
+            status, text = -1, f"{(late.stdout or b'').decode(errors='replace')[-2000:]}\nnot finished after {SANITIZER_SECONDS} s"
+        lines = text.strip().splitlines()
+        found[tool] = {"status": status, "seconds": round(time.perf_counter() - began, 1), "head": lines[:12], "tail": lines[-6:]}
+        log(f"{tool}: status {answer.returncode}, {found[tool]['seconds']} s: {lines[-1:]}")
     return found
 
 
@@ -133,7 +137,7 @@ def sessions(count: int, processes: int) -> dict[str, Any]:
 
 def suite() -> dict[str, Any]:
     answer = subprocess.run(
-        ["python3", "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/impls", "-k", "cuda", "--tb=short"],
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/impls", "-k", "cuda", "--tb=short"],
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     tail = answer.stdout.strip().splitlines()[-30:]
