@@ -280,7 +280,7 @@ def percent(part: int, total: int) -> str:
         return "0 %"
     if part == total:
         return "100 %"
-    return f"{min(max(100 * part / total, 0.01), 99.99):.3g} %"
+    return f"{min(max(100 * part / total, 0.01), 99.99):.4g} %"
 
 
 def _op_table(ops: dict[str, Any]) -> list[str]:
