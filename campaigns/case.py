@@ -57,7 +57,7 @@ if it reaches the parent and no earlier sibling was hit."""
 
 @dataclass(frozen=True)
 class GenerateCase:
-    """The engine's own loop. `drafter`: "random", "noisy", "table", "chain"; `stop_at`: the token that the golden stream emits at this
+    """The engine's own loop. `drafter`: "random", "noisy", "table", "chain", "dflash", "none"; `stop_at`: the token that the golden stream emits at this
     index is declared a stop token (-1: none). `sampling`: fields of spec.sampling.Sampling but its seed, which is `seed`; (): greedy."""
 
     drafter: str

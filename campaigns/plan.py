@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from campaigns import text
 from campaigns.case import CaseError, GenerateCase, Node, SessionCase
+from campaigns.dflash import DFlashRecipe
 from campaigns.weights import checkpoint_at, weights_for
 from impls.checkpoint import CheckpointError
 from spec.config import Config, ConfigError, Yarn, preset
@@ -22,7 +23,7 @@ from spec.drafters import ChainDrafter, DrafterError, NoisyTargetDrafter, Random
 from spec.engine import Departure, Drafter, Int, Limits, Rows, departed
 from spec.sampling import Sampling, SamplingError
 from spec.script import CacheRows, Commit, Evict, Fork, Forward, Generate, Script, Step, WeightsKey
-from spec.weights import philox
+from spec.weights import is_large, philox
 
 PLAN_HAZARDS = frozenset({"fork", "evict", "late", "interleaved"})
 """Hazards that are planned here; all others travel to the worker in Script.hazards.
@@ -245,7 +246,7 @@ def generate_step(config: Config, case: SessionCase) -> Generate:
     golden = _golden_tokens(config, weights_key(case), case.prompts, generate.max_new, sampling) if _needs_golden(generate) else ()
     if generate.stop_at >= 0 and golden and generate.stop_at < len(golden[0]):
         stops = (golden[0][generate.stop_at],)
-    drafter = drafter_of(config, generate, prompts, golden)
+    drafter = drafter_of(config, generate, prompts, golden, weights_key(case))
     return Generate(prompts, drafter, generate.budget, Limits(generate.max_new, stops), sampling)
 
 
@@ -278,14 +279,19 @@ def _golden_tokens(
     return tuple(recording.tokens for recording in recordings)
 
 
-def drafter_of(config: Config, generate: GenerateCase, prompts: tuple[Int, ...], golden: tuple[tuple[int, ...], ...]) -> Drafter | None:
-    """None for "none": autoregressive decoding. Raises CaseError for an unknown drafter."""
+def drafter_of(
+    config: Config, generate: GenerateCase, prompts: tuple[Int, ...], golden: tuple[tuple[int, ...], ...], key: WeightsKey
+) -> Drafter | None:
+    """None for "none": autoregressive decoding. A DFlash head needs the golden target at each draft; on a large model a random drafter stands in.
+    Raises CaseError for an unknown drafter."""
     grid = 0.0 if generate.grid < 0 else 2.0**-generate.grid
     sequences = tuple(tuple(prompt.tolist()) + tokens for prompt, tokens in zip(prompts, golden, strict=True)) if golden else ()
     lengths = tuple(len(prompt) for prompt in prompts) if golden else ()
     if generate.drafter == "none":
         return None
-    if generate.drafter == "random":
+    if generate.drafter == "dflash" and not is_large(config):
+        return DFlashRecipe(config, key, generate.seed, generate.block_len)
+    if generate.drafter in ("random", "dflash"):
         return RandomDrafter(generate.seed, config.vocab, generate.block_len, grid)
     if generate.drafter == "noisy":
         return NoisyTargetDrafter(generate.seed, sequences, lengths, config.vocab, generate.block_len, generate.acceptance / 100, grid)
@@ -294,4 +300,4 @@ def drafter_of(config: Config, generate: GenerateCase, prompts: tuple[Int, ...],
     if generate.drafter == "table":
         draws = philox("table", generate.seed).standard_normal((generate.block_len, config.vocab)) * 2
         return TableDrafter.of_array(np.rint(draws / grid) * grid if grid else draws)
-    raise CaseError(f"there is no drafter {generate.drafter!r}: choose one of none, random, noisy, chain, table")
+    raise CaseError(f"there is no drafter {generate.drafter!r}: choose one of none, random, noisy, chain, table, dflash")

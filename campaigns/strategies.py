@@ -254,7 +254,7 @@ def _tree(draw: Draw, node_max: int) -> tuple[Node, ...]:
 @st.composite
 def _generate(draw: Draw, size: str, samples: bool = False) -> GenerateCase:
     return GenerateCase(
-        drafter=draw(_pick(("random", "noisy", "table", "chain", "none"))),
+        drafter=draw(_pick(("random", "noisy", "table", "chain", "none", "dflash"))),
         seed=draw(_int(0, 1000)),
         acceptance=draw(_pick((80, 50, 100))),
         grid=draw(_pick((-1, 0, 2))),
