@@ -147,8 +147,11 @@ def _op_vector(name: str, case: OpCase) -> tuple[Entry, dict[str, Arrays]]:
 
 def _recipe(case: Case) -> Entry:
     """The case without fields at their defaults, as `campaigns.case.from_json` reads it."""
+    body = json.loads(to_json(case))
     kept = {"kind", "schema", "generator"} | set(sparse(case))
-    return {name: value for name, value in json.loads(to_json(case)).items() if name in kept}
+    if isinstance(case, SessionCase) and case.generate is not None:
+        body["generate"] = {name: body["generate"][name] for name in sparse(case.generate)}
+    return {name: value for name, value in body.items() if name in kept}
 
 
 def _tensor(prefix: str, name: str, array: NDArray[Any]) -> Entry:
@@ -263,7 +266,7 @@ def step_json(number: int, step: Any, inputs: Arrays) -> Entry:
             return {"do": "evict", "sequence": sequence}
         case Fork(source, target):
             return {"do": "fork", "source": source, "target": target}
-        case Generate(prompts, drafter, budget, limits):
+        case Generate(prompts, drafter, budget, limits, None):
             inputs.update({f"{number}.prompt.{i}": prompt for i, prompt in enumerate(prompts)})
             out = {
                 "do": "generate", "prompts": [f"inputs.{number}.prompt.{i}" for i in range(len(prompts))], "budget": budget,
@@ -273,7 +276,7 @@ def step_json(number: int, step: Any, inputs: Arrays) -> Entry:
                 return out
             assert isinstance(drafter, TableDrafter), "a client can look up a table, but not run a drafter of ours"
             return out | stored(draft=np.array(drafter.table, np.float32)) | {"block_len": drafter.block_len}
-    raise CaseError(f"a {type(step).__name__} cannot be written as a vector")
+    raise CaseError(f"a {type(step).__name__} of this kind cannot be written as a vector")
 
 
 def answer_arrays(number: int, answer: Answer) -> Arrays:

@@ -90,6 +90,7 @@ _OPS: tuple[tuple[str, dict[str, int], dict[str, float], tuple[str, ...]], ...] 
     ("tree_mask", {"M": 9}, {"prefix_len": 5}, ("ordinary",)),
     ("accept", {"M": 9}, {}, ("ordinary",)),
     ("compact", {"S": 14, "C": 5, "J": 4}, {"prefix_len": 5}, ("ordinary",)),
+    ("int4_matmul", {"T": 5, "G": 3, "N": 9}, {}, ("ordinary", "lattice")),  # new ones go to the end: the place is the seed
 )
 
 

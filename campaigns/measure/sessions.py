@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from campaigns.measure.functions import root_points
+from campaigns.measure.functions import ABSORBED, root_points
 from campaigns.measure.subject import Float, Refused
 from campaigns.measure.ties import tie_line
 from campaigns.trial import Worker
@@ -107,14 +107,14 @@ class Sessions:
         except ConfigError as problem:
             raise Refused(f"the engine's departures do not fit a tiny model: {problem}") from None
 
-    def _run(self, config: Config, crafted: Mapping[str, Float], steps: list[Step]) -> list[Answer]:
+    def _run(self, config: Config, crafted: Mapping[str, Float], steps: list[Step], *, taps: bool = False) -> list[Answer]:
         """Raises Refused with what the engine said."""
         self._probes += 1
         path = Path(self._folder.name) / f"{self._probes}.npz"
         with path.open("wb") as file:
             np.savez(file, **{name: np.asarray(value, np.float32) for name, value in crafted.items()})  # type: ignore[arg-type]
         try:
-            return self._asked(Script(config, WeightsKey(0, PROBE, str(path)), tuple(steps), taps=False))
+            return self._asked(Script(config, WeightsKey(0, PROBE, str(path)), tuple(steps), taps=taps))
         finally:
             path.unlink()
 
@@ -185,6 +185,60 @@ class Sessions:
         return [
             likely("batch_invariant", True, "the logits of a prompt are the same bits alone, beside three others, and with rows behind it")
         ]
+
+    def exp_lines(self) -> list[Line]:
+        """Weights of rows in which the largest one is exactly 1: all others are exp of their distance, as the engine has it."""
+        self._need_taps("scores", "probs")
+        config = departed(preset("tiny"), self._worker.description.departures)
+        crafted = dict(weights_for(config, WeightsKey(5)))
+        crafted["0.q_b"] = crafted["0.q_b"] * np.float32(2.0**5)  # scores some tens apart
+        tokens = philox("measure exp sessions").integers(0, config.vocab, (1, 96)).astype(np.int32)
+        (answer,) = self._run(config, crafted, [_batch(tokens)], taps=True)
+        scores, probs = answer.taps.get(("scores", 0)), answer.taps.get(("probs", 0))
+        if scores is None or probs is None:
+            raise Refused("the engine gave no scores or no weights")
+        distance, weight = [], []
+        for row in range(tokens.size):
+            for head in range(config.heads):
+                seen, given = scores[row, head, : row + 1], probs[row, head, : row + 1]
+                apart = seen.max() - seen
+                if given.max() == 1:
+                    kept = (apart > ABSORBED) & (apart < 87)
+                    distance.append(apart[kept])
+                    weight.append(given[kept])
+        points = np.concatenate([np.zeros(0, np.float32), *distance])
+        if len(points) < 200:
+            raise Refused(f"only {len(points)} weights of the session are a single exp")
+        lines = probing.exp_lines(points, np.concatenate(weight), "exp in attention")
+        if any(line.value is None for line in lines):  # the tap may be a recomputed copy of what exp was given
+            raise Refused(f"{lines[0].evidence}; the scores that the engine shows may not be those that it exponentiates")
+        return lines
+
+    def router_lines(self) -> list[Line]:
+        """Experts 2i and 2i + 1 have one routing column: wherever the cut goes between them, the scores are equal and the rule decides."""
+        self._need_taps("router_scores", "expert_ids")
+        config = departed(preset("tiny", top_k=3), self._worker.description.departures)
+        tokens = philox("measure router sessions").integers(0, config.vocab, (1, 64)).astype(np.int32)
+        (answer,) = self._asked(Script(config, WeightsKey(5, "tied-experts"), (_batch(tokens),)))
+        layer = config.first_dense
+        scores, ids = answer.taps.get(("router_scores", layer)), answer.taps.get(("expert_ids", layer))
+        if scores is None or ids is None:
+            raise Refused("the engine gave no router scores or no experts")
+        chosen = np.zeros(scores.shape, np.bool_)
+        np.put_along_axis(chosen, ids, True, 1)
+        cut = (chosen[:, ::2] != chosen[:, 1::2]) & (scores[:, ::2] == scores[:, 1::2])
+        higher = int((cut & chosen[:, 1::2]).sum())
+        if not cut.any():
+            raise Refused("no row of the session has equal router scores on both sides of the cut")
+        text = f"{int(cut.sum())} pairs of equal router scores, one of each chosen"
+        if higher:
+            return [sure("ties", "any", f"{text}: the higher expert in {higher}")]
+        return [likely("ties", "lowest", f"{text}: always the lower expert")]
+
+    def _need_taps(self, *names: str) -> None:
+        missing = [name for name in names if name not in self._worker.description.taps]
+        if missing:
+            raise Refused(f"only the tap {missing[0]} or a single operation would show it")
 
     def rotary_lines(self) -> list[Line]:
         """The cached key of a row whose unrotated key is (1, 0) in every pair is (cos, sin) of its angle, as the engine has them."""

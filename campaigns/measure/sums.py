@@ -177,21 +177,22 @@ def height_line(subject: Subject) -> Line:
     return probing.height_line(heights, "; ".join(kinds), "products")
 
 
+SUBNORMAL = 2.0**-128  # of float32, and of bfloat16, so that a short result is not taken for a flushed one
+
+
 def flush_lines(subject: Subject) -> list[Line]:
     """Subnormal products, and exp far below the range where the engine has a softmax."""
     terms = subject.terms(TERMS[0])
     right = np.zeros((terms, COLUMNS), np.float32)
-    right[0] = np.float32(2.0**-70)
-    found = subject.product(np.full(terms, 2.0**-70, np.float32), right, ROWS[0])
-    exact = np.float32(2.0**-140)
-    if not ((found == exact) | (found == 0)).all():
-        return [unknown("flush_to_zero", f"2**-70 squared is {float(found.flat[0]):.3g}")]
+    right[0] = np.float32(2.0**-64)
+    found = subject.product(np.full(terms, 2.0**-64, np.float32), right, ROWS[0])
+    if not ((found == np.float32(SUBNORMAL)) | (found == 0)).all():
+        return [unknown("flush_to_zero", f"2**-64 squared is {float(found.flat[0]):.3g}")]
     if (found == 0).any():
-        return [sure("flush_to_zero", True, "the product 2**-70 * 2**-70 is 0, not 2**-140")]
+        return [sure("flush_to_zero", True, "the product 2**-64 * 2**-64 is 0, not 2**-128")]
     seen = ["products"]
     if isinstance(subject, Operations) and subject.offers("softmax"):
-        weight = weights(subject, np.array([[0, -95]], np.float32))[0, 1]
-        if weight == 0:
-            return [sure("flush_to_zero", True, "exp(-95) is 0 in a softmax, not 5.5e-42")]
+        if weights(subject, np.array([[0, -89]], np.float32))[0, 1] == 0:
+            return [sure("flush_to_zero", True, "exp(-89) is 0 in a softmax, not 2.2e-39")]
         seen.append("exp")
     return [likely("flush_to_zero", False, f"subnormal results survive in {' and '.join(seen)}")]

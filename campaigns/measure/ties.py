@@ -64,7 +64,7 @@ def router_line(ask: Ask) -> Line:
         wrong = (found != golden).any(1)
         asked_rows, other = asked_rows + len(scores), other + int(wrong.sum())
         if groups == 1:  # without groups a tie is explained where the chosen scores are the same numbers
-            legal = ((found >= 0) & (found < experts)).all(1, keepdims=True)
+            legal: NDArray[np.bool_] = np.asarray(((found >= 0) & (found < experts)).all(1, keepdims=True))
             picked = np.sort(np.take_along_axis(scores, np.where(legal, found, 0), 1), 1)
             right = legal[:, 0] & (picked == np.sort(np.take_along_axis(scores, golden, 1), 1)).all(1)
             explained += int((wrong & right).sum())
