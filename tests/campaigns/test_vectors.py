@@ -399,3 +399,39 @@ def test_a_damaged_suite_is_told_apart_from_a_wrong_engine(suite: Path, golden: 
         check(tmp_path, golden)
     with pytest.raises(VectorsError, match="no such folder; run your engine"):
         check(suite)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_an_engine_writes_is_judged_and_never_an_error_of_ours(suite: Path, outputs: Path, seed: int) -> None:
+    """Missing, reshaped, recast, shuffled, absurd: in every vector at once, trees and streams of rounds included."""
+    rng = np.random.default_rng(seed)
+    absurd = [-1, -2, 2**31 - 1, -(2**31), 99]
+
+    def damage(arrays: Arrays) -> None:
+        name = list(arrays)[int(rng.integers(len(arrays)))]
+        value = arrays[name]
+        flat = value.reshape(-1)
+        match int(rng.integers(7)):
+            case 0:
+                del arrays[name]
+            case 1 if value.dtype == np.float32 and value.size:
+                flat[rng.integers(value.size)] = rng.choice([np.nan, np.inf, -np.inf, 1e38])
+            case 2 if value.dtype == np.int32 and value.size:
+                flat[rng.integers(value.size)] = rng.choice(absurd)
+            case 3:
+                arrays[name] = flat
+            case 4:
+                arrays[name] = value[:0]
+            case 5:
+                arrays[name] = np.nan_to_num(value).clip(0, 100).astype(rng.choice(["float32", "int32", "uint8", "float64"]))
+            case _:
+                arrays[name] = rng.permutation(flat).reshape(value.shape)
+
+    entries = read_manifest(suite)["vectors"]
+    for entry in entries:
+        edit(outputs, entry["id"], damage)
+        if entry["kind"] != "op":
+            edit(outputs, entry["id"], damage)
+    _, checked = check(suite, outputs)
+    assert len(checked) == len(entries)
+    assert len(failing(checked)) > len(entries) // 4
