@@ -26,6 +26,8 @@ from impls.registry import BLIND
 from reports.store import Store
 
 REPRO_S = 120.0  # a fresh process with NumPy and the engine; a hang costs the program's own limit
+SAMPLE_SEARCH_S, SAMPLE_MINIMISE_S = 60.0, 15.0  # per plant of a nightly sample; nine of ten are found within three seconds
+SAMPLE_LEFT_S = 15.0  # no plant is begun with less
 HANG_S = 5.0  # of repro.py, for plants that hang
 
 
@@ -178,6 +180,37 @@ def campaign(
                 say(f"{in_words(record)} ({record['wall_s']} s)")
         store.finish_run(run_id, {"stopped": "complete", "trials": trials})
     return [known[key] for plant in plants if (key := key_of(plant.name, mode, options.seed)) in known]
+
+
+def nightly_sample(options: Options, seconds: float, library: Sequence[Plant]) -> list[Score]:
+    """As many plants of the library as `seconds` allow, going on where the last sample of this store ended; the page shows the newest row of each.
+
+    Plants that cannot be loaded on this machine are passed over.
+    """
+    began = time.monotonic()
+    with Store.create_or_open(options.store) as store:
+        known = store.arrow("mutation").to_pandas()
+        row = {"purpose": "mutation", "command": options.command, "seed": str(options.seed), "budget": f"{seconds:.0f} s", "machine": machine()}
+        run_id = store.start_run(row)
+        measured_before = len(known[~known["benign"].astype(bool)]) if len(known) else 0
+        scores: list[Score] = []
+        with store.writer(run_id, "mutation-sample") as writer:
+            for number in range(len(library)):
+                left = seconds - (time.monotonic() - began)
+                if left < SAMPLE_LEFT_S:
+                    break
+                plant = library[(measured_before + number) % len(library)]
+                each = dataclasses.replace(
+                    options, seconds=min(SAMPLE_SEARCH_S, left / 2), trials=10**9, minimise=True, minimise_seconds=min(SAMPLE_MINIMISE_S, left / 2)
+                )
+                try:
+                    score = measured(plant, run_id, each)
+                except NotLoadable:
+                    continue
+                scores.append(score)
+                writer.add_mutation({name: value for name, value in dataclasses.asdict(score).items() if name in COLUMNS})
+        store.finish_run(run_id, {"stopped": "budget", "trials": sum(score.trials for score in scores)})
+    return scores
 
 
 def in_words(record: Mapping[str, Any]) -> str:

@@ -16,8 +16,8 @@ from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict, worst
 
 if TYPE_CHECKING:
     from campaigns.bisect import Location
-    from campaigns.measure import Measured
     from campaigns.certify import Certificate
+    from campaigns.measure import Measured
     from campaigns.nightly import Night
     from campaigns.runner import EngineResult
     from campaigns.tree_profile import TreeProfileReport
@@ -147,6 +147,9 @@ def night(result: Night, store: str = "") -> str:
             )
     counts = ", ".join(f"{len(rows)} {status}" for status, rows in result.by_status().items() if rows)
     lines.append(counts or "nothing found")
+    if result.sample:
+        found, right = sum(score.found for score in result.sample), sum(score.localised for score in result.sample)
+        lines.append(f"the judge itself: {found} of {len(result.sample)} planted defects found tonight, {right} at the right place")
     return "\n".join(lines)
 
 
