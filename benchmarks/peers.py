@@ -30,8 +30,9 @@ from impls import peers
 from impls.registry import resolve
 from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.walk import inputs_of
-from spec.config import Config
-from spec.script import Forward
+from spec.config import Config, Yarn, preset
+from spec.engine import Rows, departed
+from spec.script import Forward, Script, WeightsKey
 from spec.taps import taps_of_layer
 from spec.weights import philox
 
@@ -42,6 +43,7 @@ OP_PEERS = ("torch-ops",)
 RUNGS = ("prefill", "decode", "tree verify")
 BATCH = 10  # sessions of one model in a row, so that it is opened once
 WEIGHT_SEEDS = 3
+LONG_POSITIONS = (0, 4096, 32768, 131072)
 
 Overrides = tuple[tuple[str, Any], ...]
 CONFIGS: dict[str, tuple[str, Overrides]] = {
@@ -86,7 +88,7 @@ class Cell:
 
 def sessions(name: str, trials: int) -> Iterator[SessionCase]:
     """`trials` seeded sessions of the configuration; ten in a row share their weights."""
-    preset, overrides = CONFIGS[name]
+    base, overrides = CONFIGS[name]
     for number in range(trials):
         block = number // BATCH
         r = philox("peer-session", name, number)
@@ -94,7 +96,7 @@ def sessions(name: str, trials: int) -> Iterator[SessionCase]:
         prompts = tuple((int(r.integers(1, 18)), int(r.integers(1000))) for _ in range(count))
         rounds = tuple(tuple(_tree(r) for _ in range(count)) for _ in range(int(r.integers(1, 4))))
         yield SessionCase(
-            preset, overrides, block % WEIGHT_SEEDS, REGIMES[block % len(REGIMES)], prompts, rounds, chunk=int(r.choice((0, 0, 4))),
+            base, overrides, block % WEIGHT_SEEDS, REGIMES[block % len(REGIMES)], prompts, rounds, chunk=int(r.choice((0, 0, 4))),
             mixed=bool(r.integers(4)), hazards=((), ("fork",), ("evict",))[number % 3],
         )  # fmt: skip
 
@@ -151,6 +153,7 @@ def measure_sessions(peer: str, trials: int) -> dict[str, Any]:
     return {
         "version": description.version, "profile": description.profile.name, "trials": sum(verdicts.values()), "verdicts": dict(verdicts),
         "departures": [f"{d.field} = {d.value}: {d.reason}" for d in description.departures], "refused": refused, "findings": findings,
+        "long": measure_long(peer),
         "configs": {name: {rung: vars(cell) | {"ops": dict(cell.ops)} for rung, cell in of.items()} for name, of in cells.items()},
     }  # fmt: skip
 
@@ -208,6 +211,36 @@ def _logit_errors(script: Any, answers: list[Any], judge: Any) -> dict[str, tupl
     return out
 
 
+def measure_long(peer: str) -> dict[str, Any]:
+    """Twelve tokens at far positions, rotary part of Kimi-K2.5 (64 wide, theta 50000, YaRN 64): what float32 angles cost, and that the declared
+    allowance holds. Empty where the peer refuses such positions."""
+    engine = resolve(peer)
+    config = departed(
+        preset("tiny", rope_dim=64, rope_theta=50000.0, yarn=Yarn(64.0, 4096, 32.0, 1.0, 1.0, 1.0)), engine.describe().departures
+    )
+    judge = session_judge(config, WeightsKey(0))
+    out: dict[str, Any] = {}
+    for start in LONG_POSITIONS:
+        count = 12
+        rows = Rows(
+            np.zeros(count, np.int32), (np.arange(count) * 7 % config.vocab).astype(np.int32),
+            np.arange(start, start + count, dtype=np.int32), np.arange(-1, count - 1, dtype=np.int32),
+        )  # fmt: skip
+        script = Script(config, WeightsKey(0), (Forward(rows, np.ones(count, np.bool_), "prefill"),))
+        with InProcess(engine) as worker:
+            trace = worker.script(script)
+        judgements = judge.judge(script, trace)
+        if any(j.verdict is Verdict.UNSUPPORTED for j in judgements):
+            return out
+        out[str(start)] = {
+            "error_abs_max": _logit_errors(script, trace.answers, judge)["prefill"][1],
+            "share_max": max(j.share for j in judgements),
+            "share_max_rope": max(j.share for j in judgements if j.op == "rope"),
+            "verdicts": dict(Counter(str(j.verdict) for j in judgements)),
+        }
+    return out
+
+
 def measure_ops(peer: str, trials: int) -> dict[str, Any]:
     """Seeded operations of the frozen mix, of those that the peer offers."""
     engine = resolve(peer)
@@ -257,8 +290,16 @@ def page(results: dict[str, Any]) -> str:
         lines += [f"- departure by design: `{departure}`" for departure in found.get("departures", [])]
         lines += [f"- refused: {name}: {reason}" for name, reason in found.get("refused", {}).items()]
         lines += [f"- finding ({entry['count']} trials): {key}: {entry['message']}" for key, entry in found["findings"].items()]
+        if found.get("long"):
+            lines += ["", "| position (rotary part of Kimi-K2.5) | error | share | share in rope | verdicts |", "|---|---|---|---|---|"]
+            lines += [_long_row(position, row) for position, row in found["long"].items()]
         lines += ["", *(_op_table(found["ops"]) if "ops" in found else _config_table(found["configs"]))]
     return "\n".join(lines) + "\n"
+
+
+def _long_row(position: str, row: dict[str, Any]) -> str:
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(row["verdicts"].items()))
+    return f"| {position} | {row['error_abs_max']:.1e} | {row['share_max']:.2f} | {row['share_max_rope']:.2f} | {verdicts} |"
 
 
 def _config_table(configs: dict[str, Any]) -> list[str]:
