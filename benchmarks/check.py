@@ -2,7 +2,8 @@
 
 What `make check` does after installation, as a process of its own: trials, sessions of the frozen mix, findings and the UNVERIFIED share from
 its own JSON document, wall time, and the processor time of every process that it started. The run adopts orphans, so that workers of a
-supervisor that ended first are counted too.
+supervisor that ended first are counted too. The target of five minutes is held against half the processor time, that is two idle cores: the
+wall time beside it says how busy the machine was.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def measured(trials: int, jobs: int | None) -> dict[str, Any]:
         "wall_s": round(wall, 1),
         "processor_s": round(processor, 1),
         "trials_per_processor_s": round(count / processor, 1),
-        "wall_s_of_two_idle_cores": round(processor / 2, 1),
+        "wall_s_on_two_idle_cores": round(processor / 2, 1),
         "page_bytes": page_bytes,
     }
 
@@ -101,7 +102,7 @@ def main() -> int:
         "holds": holds,
         **result,
         "target_wall_s": WALL_MAX_S,
-        "target_met": result["wall_s"] <= WALL_MAX_S,
+        "target_met": result["wall_s_on_two_idle_cores"] <= WALL_MAX_S,
     }
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(body, indent=1) + "\n")
