@@ -4,8 +4,8 @@
 //   c++ -std=c++17 -I impls/native/include docs/clients/vectors_client.cpp -ldl -o vectors_client
 //   ./vectors_client SUITE ./libengine.so OUTPUTS && paritree vectors check SUITE --outputs OUTPUTS
 //
-// The format is docs/vectors.md. Exit codes: 0 outputs written, 2 usage, 3 the engine cannot be loaded, 4 anything else. What the engine refuses
-// or fails at is written to OUTPUTS/engine.json and ends nothing. Little-endian machines only, as safetensors is.
+// The format is docs/vectors.md. Exit codes: 0 outputs written, 2 usage, 3 the engine cannot be loaded, 4 anything else. What the
+// engine refuses or fails at is written to OUTPUTS/engine.json and ends nothing. Little-endian machines only, as safetensors is.
 #include <dlfcn.h>
 #include <sys/stat.h>
 
@@ -19,6 +19,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "paritree.h"
@@ -35,7 +36,7 @@ struct Unsupported : Problem {
   using Problem::Problem;
 };
 
-// ---- JSON: what a manifest and a safetensors header need ---------------------------------------------------------------------------------
+// ---- JSON: what a manifest and a safetensors header need ------------------------------------------------------------
 
 struct Json {
   enum Kind { Null, Bool, Integer, Number, String, Array, Object } kind = Null;
@@ -167,7 +168,7 @@ std::string quoted(const std::string &text) {
   return out + '"';
 }
 
-// ---- tensors and safetensors files: 8 bytes of length, a JSON header, the data -------------------------------------------------------------
+// ---- tensors and safetensors files: 8 bytes of length, a JSON header, the data --------------------------------------
 
 struct Array {
   std::string dtype;  // float32, int32 or uint8
@@ -253,7 +254,7 @@ void write_tensors(const std::string &path, const Arrays &arrays) {
     for (int64_t extent : array.shape) shape += (shape.empty() ? "" : ",") + std::to_string(extent);
     for (const auto &known : kDtypes)
       if (array.dtype == known.second) dtype = known.first;
-    head += (offset || head.size() > 1 ? "," : "") + quoted("outputs." + item->first) + ":{\"dtype\":" + quoted(dtype) + ",\"shape\":[" + shape +
+    head += (head.size() > 1 ? "," : "") + quoted("outputs." + item->first) + ":{\"dtype\":" + quoted(dtype) + ",\"shape\":[" + shape +
             "],\"data_offsets\":[" + std::to_string(offset) + "," + std::to_string(offset + array.bytes.size()) + "]}";
     offset += array.bytes.size();
   }
@@ -267,11 +268,12 @@ void write_tensors(const std::string &path, const Arrays &arrays) {
   if (!file.flush()) throw Problem(path + " cannot be written");
 }
 
-// ---- the engine ------------------------------------------------------------------------------------------------------------------------------
+// ---- the engine -----------------------------------------------------------------------------------------------------
 
 DLTensor tensor_of(Array &array) {
   const uint8_t code = array.dtype == "float32" ? 2 : array.dtype == "int32" ? 0 : 1;
-  return {array.bytes.data(), {1, 0}, int32_t(array.shape.size()), {code, uint8_t(8 * size_of(array.dtype)), 1}, array.shape.data(), nullptr, 0};
+  const DLDataType dtype{code, uint8_t(8 * size_of(array.dtype)), 1};
+  return {array.bytes.data(), {1, 0}, int32_t(array.shape.size()), dtype, array.shape.data(), nullptr, 0};
 }
 
 struct Params {  // the flat pairs of the C ABI; `json` outlives them
@@ -327,7 +329,8 @@ class Library {
     call.params = pairs.view();
     call.device = {1, 0};
     uint64_t bytes = 0;
-    if (auto workspace = symbol<decltype(&paritree_run_op_workspace)>("paritree_run_op_workspace", false)) check(workspace(&call, &bytes), op);
+    auto workspace = symbol<decltype(&paritree_run_op_workspace)>("paritree_run_op_workspace", false);
+    if (workspace) check(workspace(&call, &bytes), op);
     const std::unique_ptr<void, decltype(&std::free)> memory(bytes ? std::aligned_alloc(64, (bytes + 63) / 64 * 64) : nullptr, std::free);
     if (bytes) std::memset(memory.get(), 0xFF, bytes);
     call.workspace = memory.get(), call.workspace_bytes = bytes;
@@ -341,7 +344,7 @@ class Library {
   void *handle_;
 };
 
-// ---- the three kinds of vectors ----------------------------------------------------------------------------------------------------------------
+// ---- the three kinds of vectors -------------------------------------------------------------------------------------
 
 Arrays run_op_vector(const Library &engine, const Json &vector, const Arrays &file) {
   Arrays inputs, outputs;
@@ -368,14 +371,16 @@ Arrays run_tree_vector(const Library &engine, const Json &vector, const Arrays &
     engine.run_op(op, inputs, own, outputs);
     for (auto &output : outputs) all[op == "compact" ? "cache" : output.first] = std::move(output.second);
   };
-  run("draft_table", {{"logits", logits}}, {"budget"}, {{"ids", made("int32", {depth, width})}, {"log_probs", made("float32", {depth, width})}});
+  run("draft_table", {{"logits", logits}}, {"budget"},
+      {{"ids", made("int32", {depth, width})}, {"log_probs", made("float32", {depth, width})}});
   Arrays nodes{{"count", made("int32", {1})}};
   for (const char *name : {"tokens", "parents", "depths"}) nodes[name] = made("int32", {budget + 1});
   run("best_first_tree", {{"ids", all["ids"]}, {"log_probs", all["log_probs"]}}, {"budget", "root"}, nodes);
   const int64_t rows = all["count"].ints()[0] + 1;
   if (rows < 1 || rows > budget + 1) return all;  // the check says what is wrong with it
   const Array tokens = first_rows(all["tokens"], rows), parents = first_rows(all["parents"], rows);
-  run("tree_mask", {{"parents", parents}}, {"prefix_len"}, {{"positions", made("int32", {rows})}, {"visible", made("uint8", {rows, prefix_len + rows})}});
+  run("tree_mask", {{"parents", parents}}, {"prefix_len"},
+      {{"positions", made("int32", {rows})}, {"visible", made("uint8", {rows, prefix_len + rows})}});
   std::vector<int32_t> target;
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t d = all["depths"].ints()[i], token = tokens.ints()[i];
@@ -430,7 +435,8 @@ paritree_status keep_emission(void *user, const paritree_emission *emission) {
   auto &stream = loop.streams[emission->sequence];
   stream.insert(stream.end(), emission->tokens, emission->tokens + emission->token_count);
   if (emission->node_count == 0) return PARITREE_OK;
-  const std::string name = loop.step + ".round." + std::to_string(emission->sequence) + "." + std::to_string(loop.rounds[emission->sequence]++);
+  const int round = loop.rounds[emission->sequence]++;
+  const std::string name = loop.step + ".round." + std::to_string(emission->sequence) + "." + std::to_string(round);
   (*loop.outputs)[name + ".tokens"] = ints_of(emission->node_tokens, emission->node_count);
   (*loop.outputs)[name + ".parents"] = ints_of(emission->node_parents, emission->node_count);
   (*loop.outputs)[name + ".path"] = ints_of(emission->path, emission->path_count);
@@ -550,7 +556,7 @@ class SessionVector {
   Arrays outputs_;
 };
 
-// ---- who wrote the outputs -----------------------------------------------------------------------------------------------------------------------
+// ---- who wrote the outputs ------------------------------------------------------------------------------------------
 
 std::string listed(const char *words) {
   std::string out, word;
@@ -559,17 +565,21 @@ std::string listed(const char *words) {
   return "[" + out + "]";
 }
 
-std::string texts(const std::map<std::string, std::string> &of) {
+std::string or_nothing(const char *text) { return text ? text : ""; }
+
+using Texts = std::map<std::string, std::string>;
+
+std::string texts(const Texts &of) {
   std::string out;
   for (const auto &item : of) out += (out.empty() ? "" : ",") + quoted(item.first) + ":" + quoted(item.second);
   return "{" + out + "}";
 }
 
-std::string about(const paritree_description &engine, const std::map<std::string, std::string> &unsupported, const std::map<std::string, std::string> &failed) {
+std::string about(const paritree_description &engine, const Texts &unsupported, const Texts &failed) {
   std::ostringstream out;
   out.precision(17);
-  out << "{\"engine\":" << quoted(engine.name) << ",\"version\":" << quoted(engine.version) << ",\"profile\":{\"name\":"
-      << quoted(engine.profile_name ? engine.profile_name : "float32-any-order");
+  out << "{\"engine\":" << quoted(or_nothing(engine.name)) << ",\"version\":" << quoted(or_nothing(engine.version));
+  out << ",\"profile\":{\"name\":" << quoted(engine.profile_name ? engine.profile_name : "float32-any-order");
   for (int64_t i = 0; i < engine.profile.count; ++i) {
     const paritree_param &field = engine.profile.items[i];
     out << "," << quoted(field.key) << ":";
@@ -583,10 +593,11 @@ std::string about(const paritree_description &engine, const std::map<std::string
 
 void run_suite(const std::string &suite, const std::string &library, const std::string &place) {
   const Json manifest = Parser(read_text(suite + "/manifest.json")).document();
-  if (manifest["format"].string != "paritree-vectors" || manifest["version"].integer != 1) throw Problem(suite + " is no suite of version 1");
+  if (manifest["format"].string != "paritree-vectors" || manifest["version"].integer != 1)
+    throw Problem(suite + " is no suite of version 1");
   const Library engine(library);
   mkdir(place.c_str(), 0777);
-  std::map<std::string, std::string> unsupported, failed;
+  Texts unsupported, failed;
   for (const Json &vector : manifest["vectors"].items) {
     const std::string &id = vector["id"].string, &kind = vector["kind"].string;
     const Arrays file = read_tensors(suite + "/" + vector["file"]["name"].string);
@@ -594,8 +605,10 @@ void run_suite(const std::string &suite, const std::string &library, const std::
       Arrays outputs;
       if (kind == "op") outputs = run_op_vector(engine, vector, file);
       else if (kind == "tree") outputs = run_tree_vector(engine, vector, file);
-      else if (kind == "session") outputs = SessionVector(engine, vector, file, read_tensors(suite + "/" + vector["weights"]["name"].string)).run();
-      else throw Unsupported("a vector of kind " + kind);
+      else if (kind == "session") {
+        Arrays weights = read_tensors(suite + "/" + vector["weights"]["name"].string);
+        outputs = SessionVector(engine, vector, file, std::move(weights)).run();
+      } else throw Unsupported("a vector of kind " + kind);
       write_tensors(place + "/" + id + ".safetensors", outputs);
     } catch (const Unsupported &problem) {
       unsupported[id] = problem.what();
