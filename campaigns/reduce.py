@@ -163,6 +163,8 @@ def _session_candidates(case: SessionCase) -> Iterator[SessionCase]:
             yield replace(case, rounds=())
     for start, stop in _spans(len(case.rounds)):
         yield replace(case, rounds=case.rounds[:start] + case.rounds[stop:])
+    for number in range(len(case.rounds)):
+        yield _prefilled(case, number)
     if case.hazards:
         yield replace(case, hazards=())
     if case.relation:
@@ -184,7 +186,9 @@ def _session_candidates(case: SessionCase) -> Iterator[SessionCase]:
             if not tree:
                 continue
             for smaller in _smaller_trees(tree):
-                yield replace(case, rounds=_with_tree(case.rounds, number, order, smaller))
+                changed = replace(case, rounds=_with_tree(case.rounds, number, order, smaller))
+                yield changed
+                yield from _shorter_prompt(changed, order, len(tree) - len(smaller))
     for index, (length, seed) in enumerate(case.prompts):
         for shorter in _smaller_numbers(length, 1):
             yield replace(case, prompts=(*case.prompts[:index], (shorter, seed), *case.prompts[index + 1 :]))
@@ -203,6 +207,21 @@ def _session_candidates(case: SessionCase) -> Iterator[SessionCase]:
                     yield replace(case, rounds=_with_tree(case.rounds, number, order, (*tree[:node], (back, 0), *tree[node + 1 :])))
                 if back:
                     yield replace(case, rounds=_with_tree(case.rounds, number, order, (*tree[:node], (back - 1, hit), *tree[node + 1 :])))
+
+
+def _prefilled(case: SessionCase, number: int) -> SessionCase:
+    """Without one round, and with prompts as long as its trees were: failures that hang on the rows of a batch need no tree."""
+    trees = case.rounds[number]
+    rows = [1 + len(trees[order]) if order < len(trees) else 1 for order in range(len(case.prompts))]
+    prompts = tuple((max(length, wanted), seed) for (length, seed), wanted in zip(case.prompts, rows, strict=True))
+    return dataclasses.replace(case, rounds=case.rounds[:number] + case.rounds[number + 1 :], prompts=prompts, chunk=0)
+
+
+def _shorter_prompt(case: SessionCase, order: int, by: int) -> Iterator[SessionCase]:
+    """The prompt loses as many rows as the tree of its sequence has lost, so that batches of equal size stay equal."""
+    if order < len(case.prompts) and case.prompts[order][0] > by:
+        length, seed = case.prompts[order]
+        yield dataclasses.replace(case, prompts=(*case.prompts[:order], (length - by, seed), *case.prompts[order + 1 :]))
 
 
 def _without_sequence(case: SessionCase, index: int) -> SessionCase:

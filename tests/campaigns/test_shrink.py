@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 
 import pytest
@@ -73,6 +74,43 @@ def test_a_failure_of_the_second_round_keeps_two_rounds() -> None:
     assert isinstance(smallest, SessionCase)
     assert len(smallest.rounds) == 2
     assert nodes_of(smallest) == 1
+
+
+def batches(case: SessionCase) -> list[tuple[int, ...]]:
+    """Of each batch of the first sequence, the parents of its rows: the prompt, then the trees."""
+    first = tuple(range(-1, case.prompts[0][0] - 1))
+    return [first, *(tuple(tree_parents(trees[0])) for trees in case.rounds if trees)]
+
+
+def test_rows_of_a_batch_need_no_tree() -> None:
+    """As in a product whose tail of 5 rows is stale: a prompt of 5 tokens shows it without a node."""
+    case = SessionCase("tiny", (), 0, "ordinary", ((1, 0), (1, 1)), (((), ((0, 0), (0, 1), (2, 0))),))
+
+    def fails(case: Case) -> bool:
+        assert isinstance(case, SessionCase)
+        rows = [sum(length for length, _ in case.prompts)]
+        rows += [sum(len(trees[s]) + 1 if s < len(trees) else 1 for s in range(len(case.prompts))) for trees in case.rounds]
+        return any(count % 4 == 1 and count > 4 for count in rows)
+
+    smallest, _ = reduced(case, fails)
+    assert nodes_of(smallest) == 0
+    assert isinstance(smallest, SessionCase)
+    assert not smallest.rounds
+
+
+def test_a_tree_and_the_batch_before_it_get_smaller_together() -> None:
+    """As with a mask that is kept for batches of the same size: a prompt of 3 tokens, then a root with two children."""
+    case = SessionCase("tiny", (), 0, "ordinary", ((1, 0),), ((((0, 0), (0, 0), (1, 0)),), (((0, 1), (0, 0), (0, 0)),)))
+
+    def fails(case: Case) -> bool:
+        assert isinstance(case, SessionCase)
+        made = batches(case)
+        return any(a != b and len(a) == len(b) for a, b in itertools.pairwise(made))
+
+    smallest, _ = reduced(case, fails)
+    assert isinstance(smallest, SessionCase)
+    assert nodes_of(smallest) == 2
+    assert smallest.prompts[0][0] == 3
 
 
 def test_a_whole_loop_failure_keeps_only_the_loop() -> None:
