@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,8 +182,8 @@ def _one(
     errors = _logit_errors(script, trace.answers, judge)
     for rung, cell in cells.items():
         own = {(j.tap, j.layer): j for j in judgements if j.rung == rung}
-        if not own:
-            continue
+        if not own or any(j.verdict is Verdict.UNSUPPORTED for j in judgements if j.rung == rung):
+            continue  # refused is no trial of this rung
         cell.trials += 1
         rows, error = errors.get(rung, (0, 0.0))
         cell.rows += rows
@@ -282,7 +282,10 @@ def page(results: dict[str, Any]) -> str:
         "*share*: the largest share of a bound that was used. *ops*: how the operations of the model were checked: locally (from the engine's own inputs), by",
         "region (bounds composed over operations that the engine does not show), UNVERIFIED (the composed bound was too wide to prove anything).",
         "Sessions have prompts of 1 to 17 tokens, decode and tree rounds with commits, forks and evictions; weights also in the regimes tied experts,",
-        "negative routing bias, large scores, tiny latents, outlier channel, hot expert.",
+        "negative routing bias, large scores, tiny latents, outlier channel (logits in the thousands where embeddings are tied), hot expert.",
+        "What these engines do wrong outside of such sessions is listed in [found.md](found.md).",
+        "",
+        *_summary(results["peers"]),
     ]
     for peer, found in results["peers"].items():
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(found["verdicts"].items()))
@@ -297,9 +300,54 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _summary(found: dict[str, Any]) -> list[str]:
+    """One line per peer and rung, over all configurations."""
+    lines = [
+        "| peer | rung | trials | error | share | ops locally | by region | UNVERIFIED | finding |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for peer, entry in found.items():
+        for rung in RUNGS if "configs" in entry else ():
+            cells = [of[rung] for of in entry["configs"].values() if of.get(rung, {}).get("trials")]
+            if not cells:
+                lines.append(f"| {peer} | {rung} | 0 | refused | | | | | |")
+                continue
+            ops: Counter[str] = Counter()
+            for cell in cells:
+                ops.update(cell["ops"])
+            lines.append(
+                _line(
+                    f"{peer} | {rung}",
+                    sum(c["trials"] for c in cells),
+                    max(c["error_abs_max"] for c in cells),
+                    max(c["share_max"] for c in cells),
+                    ops,
+                )
+            )
+        if "ops" in entry:
+            ops_max = max(row["share_max"] for row in entry["ops"].values())
+            lines.append(
+                f"| {peer} | {len(entry['ops'])} operations | {entry['trials']} | | {share_text(ops_max)} | 100 % | 0 % | 0 % | {percent(sum(f['count'] for f in entry['findings'].values()), entry['trials'])} |"
+            )
+    return lines
+
+
+def _line(head: str, trials: int, error: float, share: float, ops: Mapping[str, int]) -> str:
+    total = sum(ops.values())
+    rates = " | ".join(percent(ops.get(kind, 0), total) for kind in ("locally", "by region", "UNVERIFIED", "finding"))
+    return f"| {head} | {trials} | {error:.1e} | {share_text(share)} | {rates} |"
+
+
+def share_text(share: float) -> str:
+    """A share below 1 is never printed as 1."""
+    return "< 1" if share < 1 <= round(share, 2) else f"{share:.2f}"
+
+
 def _long_row(position: str, row: dict[str, Any]) -> str:
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(row["verdicts"].items()))
-    return f"| {position} | {row['error_abs_max']:.1e} | {row['share_max']:.2f} | {row['share_max_rope']:.2f} | {verdicts} |"
+    return (
+        f"| {position} | {row['error_abs_max']:.1e} | {share_text(row['share_max'])} | {share_text(row['share_max_rope'])} | {verdicts} |"
+    )
 
 
 def _config_table(configs: dict[str, Any]) -> list[str]:
@@ -309,9 +357,7 @@ def _config_table(configs: dict[str, Any]) -> list[str]:
     ]
     for name, rungs in configs.items():
         for rung, cell in rungs.items():
-            total = sum(cell["ops"].values())
-            shares = " | ".join(percent(cell["ops"].get(kind, 0), total) for kind in ("locally", "by region", "UNVERIFIED", "finding"))
-            lines.append(f"| {name} | {rung} | {cell['trials']} | {cell['error_abs_max']:.1e} | {cell['share_max']:.2f} | {shares} |")
+            lines.append(_line(f"{name} | {rung}", cell["trials"], cell["error_abs_max"], cell["share_max"], cell["ops"]))
     return lines
 
 
@@ -328,7 +374,7 @@ def _op_table(ops: dict[str, Any]) -> list[str]:
     return [
         "| operation | trials | share |",
         "|---|---|---|",
-        *(f"| {op} | {row['trials']} | {row['share_max']:.2f} |" for op, row in ops.items()),
+        *(f"| {op} | {row['trials']} | {share_text(row['share_max'])} |" for op, row in ops.items()),
     ]
 
 
