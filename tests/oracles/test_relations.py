@@ -1,0 +1,128 @@
+"""Relations: honest engines keep them, each kills planted defects without any second opinion, and some defects fall to one of them alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+
+from campaigns.case import CaseError, GenerateCase, SessionCase
+from campaigns.isolation.inprocess import InProcess
+from campaigns.materialise import session_script
+from campaigns.relations import RECIPES, twin
+from campaigns.trial import Bench, session_judge
+from impls.planted.planting import PLANTS
+from impls.registry import resolve
+from oracles.judgement import FINDINGS, Judgement, Verdict
+from oracles.relations import BITS, judge_relation
+from spec.script import Forward, Generate
+
+ROUNDS = (
+    (((0, 0), (1, 1), (2, 1), (0, 1)), ((0, 1),)),
+    (((0, 1), (0, 0), (1, 1), (0, 0)), ((0, 0), (1, 1), (2, 0))),
+)
+CASE = SessionCase("tiny", (), 1, "ordinary", ((5, 1), (9, 2)), ROUNDS, generate=GenerateCase("random", 3, 80, -1, 6, 3, 6, -1))
+
+
+@cache
+def judged(engine: str, relation: str) -> tuple[Judgement, ...]:
+    """What the relation alone says; taps and the golden model's logits are not looked at."""
+    outcome = Bench(InProcess(resolve(engine))).outcome(dataclasses.replace(CASE, relation=relation))
+    return tuple(j for j in outcome.judgements if j.tap == f"relation {relation}")
+
+
+def killed(engine: str) -> set[str]:
+    return {name for name in RECIPES if any(j.verdict in FINDINGS for j in judged(engine, name))}
+
+
+@pytest.mark.parametrize(
+    "engine", ["golden", "blocked", "blind+blocked", "blocked:batch-dispatch", "blocked:slots-reversed", "blocked:tf32"]
+)
+def test_an_honest_engine_keeps_every_relation(engine: str) -> None:
+    assert killed(engine) == set()
+    assert all(judged(engine, name) for name in RECIPES)
+
+
+KILLS = {
+    "chain": "Z07",  # a tile below the diagonal is taken as causal
+    "siblings": "Z22",  # the first slots are kept instead of the accepted ones
+    "rejected": "Z25",  # a rejected row stays visible
+    "decode": "H22",
+    "numbers": "E03",  # rows of another sequence of the same length
+    "chunks": "H17",
+    "alone": "shared-dropped",  # the shared expert is added to the first row of a batch only
+    "prefill": "H05",
+    "budget": "bfs-numbers",  # nodes are numbered by depth instead of by score
+}
+
+
+@pytest.mark.parametrize("relation", KILLS)
+def test_each_relation_kills_a_planted_defect_without_a_reference(relation: str) -> None:
+    plant = PLANTS[KILLS[relation]]
+    engine = plant.engine if relation == "budget" else f"blind+{plant.engine}"
+    (judgement,) = [j for j in judged(engine, relation) if j.verdict in FINDINGS]
+    assert judgement.rule == RECIPES[relation][0].rule
+    assert judgement.message
+
+
+@pytest.mark.parametrize(("plant", "relation"), [("Z07", "chain"), ("H17", "chunks"), ("H05", "prefill")])
+def test_some_defects_fall_to_one_relation_alone(plant: str, relation: str) -> None:
+    assert killed(f"blind+blocked:{plant}") == {relation}
+
+
+def test_recipes_cover_what_the_registry_says() -> None:
+    assert set(KILLS) == set(RECIPES)
+    with pytest.raises(CaseError, match="there is no relation 'mirror': choose one of chain, siblings"):
+        twin(dataclasses.replace(CASE, relation="mirror"))
+    with pytest.raises(CaseError, match="needs the engine's own loop"):
+        twin(dataclasses.replace(CASE, relation="budget", generate=None))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "budget"])
+def test_a_twin_is_another_script_with_rows_that_match(name: str) -> None:
+    base = session_script(dataclasses.replace(CASE, generate=None))
+    relation, other = twin(dataclasses.replace(CASE, relation=name))
+    assert not any(isinstance(step, Generate) for step in other.steps)
+    assert other.config == base.config
+    first, second = (InProcess(resolve("golden")).script(script) for script in (base, other))
+    (judgement,) = judge_relation(relation, (base, first), (other, second), first.description.profile, None)
+    assert judgement.verdict is Verdict.EXACT  # golden bits depend on the tokens that a row sees, and on nothing else
+    assert judgement.checked >= 3 * base.config.vocab
+    shapes = [[len(step.rows) for step in script.steps if isinstance(step, Forward)] for script in (base, other)]
+    assert (shapes[0] == shapes[1]) == (relation.equality == BITS or name == "siblings")
+
+
+def test_without_a_model_a_difference_in_rounding_is_open() -> None:
+    base = session_script(dataclasses.replace(CASE, generate=None))
+    relation, other = twin(dataclasses.replace(CASE, relation="chunks"))
+    worker = InProcess(resolve("blocked"))
+    first, second = worker.script(base), worker.script(other)
+    (judgement,) = judge_relation(relation, (base, first), (other, second), first.description.profile, None)
+    assert judgement.verdict is Verdict.UNVERIFIED
+    assert "without a model of this size no bound is known" in judgement.message
+
+
+def test_a_profile_that_claims_invariance_is_held_to_bits() -> None:
+    base = session_script(dataclasses.replace(CASE, generate=None))
+    relation, other = twin(dataclasses.replace(CASE, relation="chunks"))
+    worker = InProcess(resolve("blocked"))
+    first, second = worker.script(base), worker.script(other)
+    profile = dataclasses.replace(first.description.profile, batch_invariant=True)
+    (judgement,) = judge_relation(relation, (base, first), (other, second), profile, None)
+    assert judgement.verdict is Verdict.DEFECT
+    assert "bit for bit" in judgement.message
+
+
+def test_a_value_that_is_no_number_is_named_as_such() -> None:
+    base = session_script(dataclasses.replace(CASE, generate=None))
+    relation, other = twin(dataclasses.replace(CASE, relation="alone"))
+    worker = InProcess(resolve("golden"))
+    first, second = worker.script(base), worker.script(other)
+    logits = next(answer.logits for answer in first.answers if answer.logits is not None and len(answer.logits))
+    logits[0, 3] = np.nan
+    model = session_judge(base.config, base.weights).prepared
+    (judgement,) = judge_relation(relation, (base, first), (other, second), first.description.profile, model)
+    assert judgement.verdict is Verdict.NONFINITE
+    assert judgement.index[1] == 3
