@@ -29,6 +29,7 @@ from oracles.judgement import Judgement, Verdict
 from spec.config import as_parameters
 from spec.engine import Description, Generation
 from spec.script import Answer, CacheRows, Commit, Evict, Fork, Forward, Generate, OpCall, Script
+from spec.weights import is_large
 
 FORMAT = 1
 CASE, ARRAYS, README, REPRO, PROGRAM = "case.json", "arrays.safetensors", "README.md", "repro.py", "repro.cpp"
@@ -150,7 +151,8 @@ def _of_calls(arrays: Arrays, calls: list[OpCall], answers: list[Answer], judgem
 
 
 def _of_script(arrays: Arrays, script: Script, answers: list[Answer], description: Description, judgement: Judgement) -> dict[str, Any]:
-    arrays.update({f"weight.{name}": value for name, value in weights_for(script.config, script.weights).items()})
+    if not is_large(script.config):  # gigabytes: the case line makes them again
+        arrays.update({f"weight.{name}": value for name, value in weights_for(script.config, script.weights).items()})
     steps: list[dict[str, Any]] = []
     last = min(judgement.step, len(script.steps) - 1)
     for number, step in enumerate(script.steps[: last + 1]):

@@ -22,7 +22,9 @@ from campaigns.case import Case
 from campaigns.hazards import HAZARDS
 from campaigns.relations import RECIPES
 from campaigns.trial import Outcome
+from spec.config import preset as preset_of
 from spec.engine import Description
+from spec.weights import is_large
 
 BATCH = {"op": 16, "tree": 16, "session": 8}  # at most; operations share one trip, sessions one open model
 BYTES = 8_000  # of entropy per batch, more than any draws (Hypothesis reads 8 KiB at most)
@@ -67,6 +69,8 @@ def diet_of(description: Description, *, hazards: bool = True, views: bool = Tru
     can = description.capabilities
     known = tuple(op for op in strategies.OP_SHAPES if not description.ops or op in description.ops) if "run_op" in can else ()
     sessions = {"forward", "commit"} <= can
+    if preset and is_large(preset_of(preset)):  # a layer in full width: it is what is asked for, and each session takes a minute
+        return Diet(ops=(), trees=False, sessions=sessions, loops=False, preset=preset)
     return Diet(
         ops=known,
         trees=bool(TREE_OPS & set(known)),

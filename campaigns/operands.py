@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spec.formats import GROUP, packed_int4, rounded_bfloat16
 from spec.weights import philox
 
 REGIMES = ("ordinary", "ties", "extreme", "lattice", "cancel")
@@ -329,6 +330,19 @@ def _moe(r: Recipe) -> Inputs:
     }
 
 
+def _int4_matmul(r: Recipe) -> Inputs:
+    """Scales are bfloat16 numbers, as checkpoints store them; "extreme" spreads them over 24 octaves from group to group."""
+    groups, columns = r["G"], r["N"]
+    quantised = r.rng("q").integers(-8, 8, (GROUP * groups, columns))
+    scales = np.abs(values(r.rng("scales"), (groups, columns), "ordinary")) + np.float32(0.25)
+    if r.regime == "extreme":
+        scales = scales * np.float32(2.0) ** r.rng("octaves").integers(-12, 13, (groups, 1)).astype(np.float32)
+    if r.regime == "lattice":
+        scales = np.exp2(r.rng("octaves").integers(-2, 3, (groups, columns))).astype(np.float32)
+    x = values(r.rng("x"), (r["T"], GROUP * groups), "ordinary" if r.regime == "extreme" else r.regime)
+    return {"x": x, "packed": packed_int4(quantised), "scales": rounded_bfloat16(scales.astype(np.float32))}
+
+
 def _combine(r: Recipe) -> Inputs:
     experts = values(r.rng("experts"), (r["T"], r["K"], r["N"]), r.regime)
     shared = values(r.rng("shared"), (r["T"], r["N"]), r.regime)
@@ -489,7 +503,7 @@ REFUSED = "refused"  # the regime
 OPERANDS: dict[str, Callable[[Recipe], Inputs]] = {
     "embed": _embed, "rms_norm": _rms_norm, "matmul": _matmul, "rope": _rope, "q_absorb": _q_absorb, "scores": _scores,
     "softmax": _softmax, "o_latent": _o_latent, "o_heads": _o_heads, "tree_attention": _tree_attention,
-    "router_scores": _router_scores, "route": _route, "swiglu": _swiglu, "moe": _moe, "combine": _combine, "add": _add,
+    "router_scores": _router_scores, "route": _route, "swiglu": _swiglu, "moe": _moe, "int4_matmul": _int4_matmul, "combine": _combine, "add": _add,
     "argmax": _argmax, "draft_table": _draft_table, "best_first_tree": _best_first_tree, "tree_mask": _tree_mask, "accept": _accept,
     "compact": _compact,
 }  # fmt: skip

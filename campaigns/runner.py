@@ -7,6 +7,7 @@ in the store before the runner hears of it, so that a kill of anything loses the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -23,6 +24,8 @@ from typing import Any
 
 from oracles.judgement import FINDINGS, RUNGS
 from reports.store import Store, StoreError
+from spec.config import preset
+from spec.weights import is_large
 
 TRIALS = 10_000  # per engine; with the frozen mix 1,500 of them are sessions of at least 24 rows
 MINIMISE_MAX = 12  # findings per engine and check: of a gross defect the first rungs show it, the rest are its consequences
@@ -168,6 +171,7 @@ def run_row(engines: Sequence[str], options: Options) -> dict[str, Any]:
 
 def check_engine(engine: str, run_id: str, options: Options, progress: Progress = silent) -> EngineResult:
     """Discovery on all shards, then the new findings minimised, one by one on whichever shard is free."""
+    options = fitted(options)
     count = options.jobs or os.cpu_count() or 1
     began = time.monotonic()
     result = EngineResult(engine)
@@ -209,6 +213,15 @@ def check_engine(engine: str, run_id: str, options: Options, progress: Progress 
         if options.minimise and waiting:
             _minimise(shards, engine, run_id, options, waiting, result, progress)
     return result
+
+
+def fitted(options: Options) -> Options:
+    """A layer in full width: one session on one core, unless less than the usual number of trials is asked for; and no shrinking, which
+    would take hours for a case that is the smallest already."""
+    if not options.preset or not is_large(preset(options.preset)):
+        return options
+    trials = options.trials if options.trials < TRIALS else 1
+    return dataclasses.replace(options, trials=trials, jobs=1, minimise=False)
 
 
 def _minimise(

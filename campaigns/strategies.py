@@ -20,6 +20,7 @@ from campaigns.weights import REGIMES as WEIGHT_REGIMES
 from campaigns.weights import checkpoint_at
 from spec.config import preset
 from spec.sampling import Sampling
+from spec.weights import is_large
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -97,6 +98,8 @@ def _route(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
     params = {"top_k": top_k, "groups": groups, "top_groups": top_groups, "group_score_max": maximum}
     params |= {"norm_top_k": draw(_int(0, 1)), "routed_scale": draw(_pick((1.0, 1.5, 2.5)))}
     params |= {"denominator_eps": draw(_pick((1e-20, 0.0)))}
+    later = draw(_int(0, 7))  # what only some engines do, one in four
+    params |= {"denominator_clamp": 2.0**-14} if later == 6 else {"group_fill_zero": 1} if later == 7 and groups > 1 else {}
     return {"T": draw(_one_of(_ROWS, size)), "E": groups * per_group}, params
 
 
@@ -129,7 +132,7 @@ OP_SHAPES: dict[str, Shape] = {
     "q_absorb": _plain(T=_FEW, H=_FEW, n=_WIDE[:14], R=_WIDE[:14]), "scores": _scores, "softmax": _plain(T=_FEW, H=_FEW, S=_KEYS),
     "o_latent": _plain(T=_FEW, H=_FEW, S=_KEYS[:16], R=_WIDE[:14]), "o_heads": _plain(T=_FEW, H=_FEW, R=_WIDE[:14], v=_WIDE[:14]),
     "tree_attention": _tree_attention, "router_scores": _router_scores, "route": _route, "swiglu": _plain(T=_ROWS, N=_WIDE),
-    "moe": _moe, "combine": _plain(T=_ROWS, K=_FEW, N=_WIDE), "add": _plain(T=_ROWS, N=_WIDE), "argmax": _plain(T=_ROWS, V=_WIDE),
+    "moe": _moe, "int4_matmul": _plain(T=_ROWS, G=(1, 2, 3, 4, 5, 8, 9), N=_WIDE), "combine": _plain(T=_ROWS, K=_FEW, N=_WIDE), "add": _plain(T=_ROWS, N=_WIDE), "argmax": _plain(T=_ROWS, V=_WIDE),
     "draft_table": _draft_table, "best_first_tree": _best_first_tree, "tree_mask": _tree_mask, "accept": _plain(M=_WIDE[:15]),
     "compact": _compact,
 }  # fmt: skip
@@ -221,6 +224,13 @@ OVERRIDES: tuple[Bundle, ...] = (
     (("hidden", 33), ("dense_dim", 31), ("expert_dim", 9)),
     (("top_k", 8),),
     (("vocab", 65),),
+    (("window", 3),),
+    (("attention_bias", True),),
+    (("cache_format", "bfloat16"),),
+    (("cache_format", "float16"),),
+    (("rope_table_len", 128),),
+    (("denominator_clamp", 0.75),),
+    (("groups", 4), ("top_groups", 2), ("group_fill", "zero")),
     (("vocab", 12),),
 )
 PLAN_HAZARDS = ("fork", "evict", "late", "interleaved")
@@ -360,11 +370,20 @@ def session_batches(
     `samples`: half of the loops draw their tokens.
     """
 
+    if only and is_large(preset(only)):
+        return st.lists(full_width_sessions(only), min_size=1, max_size=1)
+
     def of_model(model: Model) -> st.SearchStrategy[list[SessionCase]]:
         one = sessions_of(model, size, loops, hazards, relations, samples)
         return st.lists(one.map(lengthened) if size == "full" else one, min_size=1, max_size=most)
 
     return models(size, checkpoint, only).flatmap(of_model)
+
+
+def full_width_sessions(name: str) -> st.SearchStrategy[SessionCase]:
+    """A layer in full width: one sequence, a prompt of one token and one decoded token, nothing else: each token costs seconds."""
+    prompts = st.tuples(st.just(1), _int(0, 1000)).map(lambda prompt: (prompt,))
+    return st.builds(SessionCase, st.just(name), st.just(()), _int(0, WEIGHT_SEEDS - 1), st.just("ordinary"), prompts, st.just((((),),)))
 
 
 @cache

@@ -6,15 +6,15 @@ provider's memory fails in its own worker and not in the judge.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 
 import numpy as np
 
 from impls.checkpoint import Checkpoint
 from spec.config import Config
 from spec.script import WeightsKey
-from spec.weights import Array, checked, philox, random_weights
+from spec.weights import Array, FetchedWeights, cheap_tensor, checked, is_large, philox, random_weights
 
 Change = Callable[[Config, int, dict[str, Array]], None]
 """(configuration, seed, weights) -> None; replaces entries of the dictionary."""
@@ -122,8 +122,15 @@ def checkpoint_at(folder: str) -> Checkpoint:
 
 
 @lru_cache(maxsize=KEPT)
-def weights_for(config: Config, key: WeightsKey) -> dict[str, Array]:
-    """name -> read-only float32 tensor. Raises WeightsKeyError for an unknown regime; CheckpointError, WeightError for a bad checkpoint."""
+def weights_for(config: Config, key: WeightsKey) -> Mapping[str, Array]:
+    """name -> read-only float32 tensor; of a large model made or read anew at each access, experts one at a time ("3.expert_gate/17").
+
+    Raises WeightsKeyError for an unknown regime; CheckpointError, WeightError for a bad checkpoint.
+    """
+    if is_large(config):
+        if not key.checkpoint and key.regime != "ordinary":
+            raise WeightsKeyError(f"the weights of a large model are ordinary ones, not {key.regime!r}: they are made at each access")
+        return FetchedWeights(config, checkpoint_at(key.checkpoint).tensor if key.checkpoint else partial(cheap_tensor, config, key.seed))
     if key.checkpoint:
         weights = dict(checked(config, checkpoint_at(key.checkpoint).tensor))
     else:

@@ -66,6 +66,8 @@ PROFILES: dict[str, Profile] = {
     "float32-strict": Profile("float32-strict", exp_ulp=1.0, log_ulp=1.0, rsqrt_ulp=1.0, online_softmax=False, exp2_folding=False),
     "tf32": Profile("tf32", u_input=2.0**-10, u_accumulate=2.0**-22),
     "bf16-f32acc": Profile("bf16-f32acc", u_input=0.0, u_output=2.0**-8, u_accumulate=2.0**-22),
+    # weights dequantised to bfloat16 and bfloat16 activations, as Marlin-like kernels do it; kernels that stay in float32 need no profile
+    "int4-g32": Profile("int4-g32", u_input=2.0**-8, u_output=2.0**-8, u_accumulate=2.0**-22),
     "fp16-f32acc": Profile("fp16-f32acc", u_input=0.0, u_output=2.0**-11, u_accumulate=2.0**-22),
 }
 

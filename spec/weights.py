@@ -131,9 +131,8 @@ def deviation(config: Config, kind: str, shape: tuple[int, ...]) -> float:
     """Standard deviation of a random matrix."""
     if kind == "embed":
         return 1.0
-    if kind == "w_kc":
-        return config.kv_rank**-0.5
-    scale = float(shape[-2] ** -0.5)
+    fan_in = config.kv_rank if kind == "w_kc" else shape[-2]
+    scale: float = float(fan_in) ** -0.5
     return scale * (2.0 if kind in ("head", "router") else 1.0)
 
 

@@ -35,6 +35,7 @@ from campaigns.isolation.zygote import IsolationError, Zygote
 from impls import registry
 from spec.engine import Description
 from spec.script import Answer, Failure, OpCall, Script, Trace
+from spec.weights import is_large
 
 LOAD_S = 120.0  # importing torch or compiling a kernel library at first use takes tens of seconds
 BATCH_BYTES = 64 << 20  # of inputs per round trip: bounds the shared memory of a long list of calls
@@ -46,6 +47,7 @@ STARVED_SHARE = 0.25  # of the time that its threads want to run; a worker that 
 STARVED_LOOK_S = 0.05  # several time slices of a busy machine
 PATIENCE = 4  # times the deadline for such a worker: 1 / STARVED_SHARE
 CHAIN_MAX = 5  # calls of one tree chain
+LARGE_S = 300.0  # a step of a layer in full width takes 2 to 30 s on a busy laptop: it is held up by memory, and by making weights
 KIND = {transport.CALLS: "calls", transport.SCRIPT: "script", transport.TREE: "tree", transport.TREES: "trees"}
 
 Records = list[tuple[dict[str, Any], list[Any]]]
@@ -242,10 +244,11 @@ class Supervisor:
             self._start()
         assert self._worker is not None
         first = self._cold and self._worker.jobs == 1
-        limit_s = self.deadline.first_s if first else self.deadline.limit_s(KIND[kind])
+        large = isinstance(payload, Script) and is_large(payload.config)
+        limit_s = LARGE_S if large else self.deadline.first_s if first else self.deadline.limit_s(KIND[kind])
         began = time.monotonic()
         outcome = self._job(self._worker, kind, payload, steps, limit_s, name)
-        if outcome.death is None:
+        if outcome.death is None and not large:
             self.deadline.observe(KIND[kind], time.monotonic() - began)
         self._last = name(max(0, len(outcome.records) - 1))
         return outcome
@@ -255,7 +258,7 @@ class Supervisor:
         if worker.ended():
             return _Outcome([], self._death(worker, f"between jobs, after {self._last}; next was {name(0)}", "died", limit_s))
         worker.send(kind, payload)
-        opening_s = self.deadline.first_s if kind == transport.SCRIPT else limit_s
+        opening_s = max(self.deadline.first_s, limit_s) if kind == transport.SCRIPT else limit_s
         end = worker.wait(steps, limit_s, opening_s)
         marks = worker.marks()
         ours = marks.job == worker.jobs

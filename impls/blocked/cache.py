@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from impls.blocked.points import PAGE, Float, Points
+from impls.blocked.points import PAGE, Float, Int, Points
 from spec.engine import EngineError
 
 Slots = NDArray[np.int64]
@@ -32,6 +32,7 @@ class PagedCache:
         self._points = points
         self._kv_rank = kv_rank
         self.store: Float = np.full((layers, 0, width), np.nan, np.float32)  # (layers, slots, C)
+        self.positions: Int = np.zeros(0, np.int32)  # of the row in each slot: a window goes by them
         self._free: list[int] = []  # pages
         self._pages: dict[int, list[int]] = {}
         self._committed: dict[int, int] = {}
@@ -62,6 +63,7 @@ class PagedCache:
         slots = self.slots(sequence, prefix_len + pending)
         kept = np.array(self._points.keep(path, pending), np.int64)
         self._points.move(self.store, slots[prefix_len : prefix_len + len(kept)], slots[prefix_len + kept], self._kv_rank)
+        self.positions[slots[prefix_len : prefix_len + len(kept)]] = self.positions[slots[prefix_len + kept]]
         self._committed[sequence] = self._points.committed_len(prefix_len, len(kept), pending)
         self._drop(sequence, self._committed[sequence])
 
@@ -92,6 +94,7 @@ class PagedCache:
         self._extend(target, length)
         own = self.slots(target, length)
         self.store[:, own] = self.store[:, self.slots(source, length)]
+        self.positions[own] = self.positions[self.slots(source, length)]
         self._committed[target], self._pending[target] = length, 0
 
     def free_slots(self) -> int:
@@ -124,5 +127,6 @@ class PagedCache:
         first = self.store.shape[1] // PAGE
         more = np.full((self.store.shape[0], pages * PAGE, self.store.shape[2]), np.nan, np.float32)
         self.store = np.concatenate([self.store, more], axis=1)
+        self.positions = np.concatenate([self.positions, np.zeros(pages * PAGE, np.int32)])
         fresh = range(first, first + pages)
         self._free[:0] = [*fresh[::2], *fresh[1::2][::-1]]  # taken from the end: odd pages upwards, then even ones downwards

@@ -95,7 +95,8 @@ def _route(p: Points, i: Inputs, a: Params) -> Outputs:
     ids, weights = ops.route(
         p, i["scores"], i["bias"], top_k=int(a["top_k"]), groups=int(a["groups"]), top_groups=int(a["top_groups"]),
         group_score_max=bool(a["group_score_max"]), norm_top_k=bool(a["norm_top_k"]), routed_scale=a["routed_scale"],
-        denominator_eps=a["denominator_eps"],
+        denominator_eps=a["denominator_eps"], denominator_clamp=a.get("denominator_clamp", 0.0),
+        group_fill_zero=bool(a.get("group_fill_zero")),
     )  # fmt: skip
     return {"ids": ids, "weights": weights}
 
@@ -167,6 +168,7 @@ _OPS: dict[str, Callable[[Points, Inputs, Params], Outputs]] = {
     "route": _route,
     "swiglu": lambda p, i, a: {"out": p.swiglu(i["gate"], i["up"])},
     "moe": lambda p, i, a: {"out": ops.experts(p, i["x"], i["ids"], i["gate"], i["up"], i["down"])["out"]},
+    "int4_matmul": lambda p, i, a: {"out": ops.int4_matmul(p, i["x"], i["packed"], i["scales"])},
     "combine": lambda p, i, a: {"out": p.combine(i["weights"], i["experts"], p.shared_output(i["shared"]))},
     "add": lambda p, i, a: {"out": p.residual(i["a"], i["b"])},
     "argmax": lambda p, i, a: {"ids": p.argmax(i["logits"])},

@@ -16,9 +16,9 @@ from impls.blocked import ops, tree
 from impls.blocked.cache import PagedCache
 from impls.blocked.points import Float, Int, Overrides, Points, Span, with_overrides
 from spec.config import Config
-from spec.engine import Drafter, EngineError, Generation, Limits, Round, Rows, TapSink
+from spec.engine import Drafter, EngineError, Generation, Limits, Round, Rows, TapSink, Unsupported
 from spec.sampling import Sampling
-from spec.weights import Provider, checked
+from spec.weights import Provider, checked, is_large
 
 
 class BlockedSession:
@@ -29,6 +29,8 @@ class BlockedSession:
         self._overrides = overrides
         self._points: Points = with_overrides(overrides)
         p = self._points
+        if is_large(config):
+            raise Unsupported("this engine keeps all weights in memory, which a model of this size does not allow")
         self._weights: dict[str, Float] = {
             name: np.array(p.operand(value), np.float32, order="C") for name, value in checked(config, weights)
         }
@@ -36,6 +38,7 @@ class BlockedSession:
         self._scale = np.float32(p.softmax_scale(config))
         self._frequencies = p.rope_frequencies(config)
         self._magnitude = p.rope_magnitude(config)
+        self._tables = self._carried_tables if config.rope_table_len else self._computed_tables
         self._cache = PagedCache(p, config.layers, config.cache_dim, config.kv_rank)
 
     # Rows
@@ -46,7 +49,7 @@ class BlockedSession:
             return np.zeros((0, self._config.vocab), np.float32)
         self._check(rows)
         spans, positions = self._spans(rows)
-        cos, sin = self._points.rope_tables(positions, self._frequencies, self._magnitude)
+        cos, sin = self._tables(positions)
 
         def emit(name: str, layer: int, value: NDArray[Any]) -> None:
             if name in taps:
@@ -58,6 +61,15 @@ class BlockedSession:
             stream = self._attention_block(layer, stream, spans, cos, sin, emit)
             stream = self._feed_forward_block(layer, stream, emit)
         return self._logits(stream, want_logits, emit)
+
+    def _computed_tables(self, positions: Int) -> tuple[Float, Float]:
+        return self._points.rope_tables(positions, self._frequencies, self._magnitude)
+
+    def _carried_tables(self, positions: Int) -> tuple[Float, Float]:
+        """Rows of the tables that came with the weights. Raises EngineError for a position that they lack."""
+        if positions.max() >= self._config.rope_table_len:
+            raise EngineError(f"position {positions.max()} is beyond the carried rotary tables of {self._config.rope_table_len}")
+        return self._weights["rope_cos"][positions], self._weights["rope_sin"][positions]
 
     def _check(self, rows: Rows) -> None:
         if rows.token.min() < 0 or rows.token.max() >= self._config.vocab:
@@ -81,7 +93,11 @@ class BlockedSession:
             node = np.arange(len(at), dtype=np.int32)
             positions[at] = self._points.position(prefix_len, node, rows.position[at] - np.int32(prefix_len))
             slots = self._cache.reserve(sequence, len(at))
-            spans.append(Span(at, prefix_len, slots, self._points.visible(parents, prefix_len)))
+            self._cache.positions[slots[prefix_len:]] = positions[at]
+            seen = self._points.visible(parents, prefix_len)
+            if window := self._config.window:
+                seen = seen & self._points.in_window(positions[at], self._cache.positions[slots], window)
+            spans.append(Span(at, prefix_len, slots, seen))
         return spans, positions
 
     def _attention_block(self, layer: int, stream: Float, spans: list[Span], cos: Float, sin: Float, emit: TapSink) -> Float:
@@ -93,16 +109,17 @@ class BlockedSession:
             x_q = self._norm(layer, "q_a_norm", self._product(layer, "q_a", x, emit), emit)
             q = p.gemm("q", x_q, self._of(layer, "q_b"))
         else:
-            q = p.gemm("q", x, self._of(layer, "q"))
+            q = self._biased(layer, "q", p.gemm("q", x, self._of(layer, "q")))
         q = q.reshape(rows, c.heads, c.nope_dim + c.rope_dim)  # (T,H,n+D)
         emit("q", layer, q)
         kv = self._product(layer, "kv_a", x, emit)  # (T,R+D)
         latent = ops.rms_norm(p, kv[:, : c.kv_rank], self._of(layer, "kv_a_norm"), p.norm_eps(c, "latent"))  # (T,R)
+        latent = p.to_cache(c.cache_format, latent)
         emit("latent", layer, latent)
         half = c.rope_layout == "half"
         q_rope = p.rotate("q", q[:, :, c.nope_dim :], cos, sin, half)  # (T,H,D)
         emit("q_rope", layer, q_rope)
-        k_rope = p.rotate("k", kv[:, None, c.kv_rank :], cos, sin, half)[:, 0]  # (T,D)
+        k_rope = p.to_cache(c.cache_format, p.rotate("k", kv[:, None, c.kv_rank :], cos, sin, half)[:, 0])  # (T,D)
         emit("k_rope", layer, k_rope)
         q_absorb = p.absorb(q[:, :, : c.nope_dim], self._of(layer, "w_kc"))  # (T,H,R)
         emit("q_absorb", layer, q_absorb)
@@ -111,7 +128,7 @@ class BlockedSession:
         emit("o_latent", layer, o_latent)
         o_heads = p.unabsorb(o_latent, self._of(layer, "w_vc"))  # (T,H,v)
         emit("o_heads", layer, o_heads)
-        out = p.gemm("attn_out", o_heads.reshape(rows, c.heads * c.v_dim), self._of(layer, "o"))
+        out = self._biased(layer, "o", p.gemm("attn_out", o_heads.reshape(rows, c.heads * c.v_dim), self._of(layer, "o")))
         emit("attn_out", layer, out)
         stream = p.residual(stream, out)
         emit("attn_residual", layer, stream)
@@ -171,6 +188,7 @@ class BlockedSession:
         ids, weights = ops.route(
             p, scores, bias, top_k=c.top_k, groups=c.groups, top_groups=c.top_groups, group_score_max=c.group_score == "max",
             norm_top_k=c.norm_top_k, routed_scale=c.routed_scale, denominator_eps=c.denominator_eps,
+            denominator_clamp=c.denominator_clamp, group_fill_zero=c.group_fill == "zero",
         )  # fmt: skip
         emit("expert_ids", layer, ids)
         emit("expert_weights", layer, weights)
@@ -193,9 +211,14 @@ class BlockedSession:
         return self._weights[f"{layer}.{name}"]
 
     def _product(self, layer: int, name: str, x: Float, emit: TapSink) -> Float:
-        out = self._points.gemm(name, x, self._of(layer, name))
+        out = self._biased(layer, name, self._points.gemm(name, x, self._of(layer, name)))
         emit(name, layer, out)
         return out
+
+    def _biased(self, layer: int, name: str, product: Float) -> Float:
+        """product + the bias of the weight, where the model has one."""
+        bias = self._weights.get(f"{layer}.{name}_bias")
+        return product if bias is None else product + bias
 
     def _norm(self, layer: int, name: str, x: Float, emit: TapSink) -> Float:
         out = ops.rms_norm(self._points, x, self._of(layer, name), self._points.norm_eps(self._config, name))

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from impls.blocked.points import Bool, Float, Int, Points, State
+from spec.formats import GROUP, unpacked_int4
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -83,7 +84,7 @@ def router_scores(p: Points, logits: Float, use_softmax: bool) -> Float:
 
 def route(
     p: Points, scores: Float, bias: Float, *, top_k: int, groups: int, top_groups: int, group_score_max: bool, norm_top_k: bool,
-    routed_scale: float, denominator_eps: float,
+    routed_scale: float, denominator_eps: float, denominator_clamp: float = 0.0, group_fill_zero: bool = False,
 ) -> tuple[Int, Float]:  # fmt: skip
     """ids and weights, [T,top_k], by (biased score descending, id ascending) among the best groups (rule M8)."""
     choice = p.biased(scores, bias)  # (T,E)
@@ -92,10 +93,18 @@ def route(
         grouped = choice.reshape(len(choice), groups, -1)  # (T,G,E/G)
         kept = np.zeros((len(choice), groups), np.bool_)
         np.put_along_axis(kept, p.best(p.group_scores(grouped, group_score_max), top_groups), True, axis=-1)
-        allowed = p.drop_groups(grouped, kept).reshape(choice.shape)
+        allowed = (p.zero_groups if group_fill_zero else p.drop_groups)(grouped, kept).reshape(choice.shape)
     ids = p.best(allowed, top_k)
     picked = p.mixing_scores(scores, choice, bias, ids)
+    if denominator_clamp:
+        return ids.astype(np.int32), p.clamped_weights(picked, norm_top_k, routed_scale, denominator_eps, denominator_clamp)
     return ids.astype(np.int32), p.mixing_weights(picked, norm_top_k, routed_scale, denominator_eps)
+
+
+def int4_matmul(p: Points, x: Float, packed: Int, scales: Float) -> Float:
+    """x [T,32G] with int4 weights, dequantised in float32 before the product -> [T,N]."""
+    weights = unpacked_int4(packed).astype(np.float32)  # (32G,N)
+    return p.gemm("op", x, weights * np.repeat(p.group_scales(scales, len(scales)), GROUP, axis=0))
 
 
 def experts(p: Points, x: Float, ids: Int, gate: Float, up: Float, down: Float) -> dict[str, Float]:

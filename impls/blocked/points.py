@@ -69,6 +69,11 @@ def gemm(site: str, x: Float, w: Float) -> Float:
     return out
 
 
+def group_scales(scales: Float, groups: int) -> Float:
+    """The scales [G,N] of int4 weights, one row per group of 32 contracted weights."""
+    return scales
+
+
 def mean_square(x: Float) -> Float:
     """mean(x^2) along the last axis, [T,1]."""
     out: Float = np.mean(np.square(x), axis=-1, keepdims=True)
@@ -183,6 +188,24 @@ def visible(parents: Sequence[int], prefix_len: int) -> Bool:
     return seen
 
 
+def in_window(rows: Int, keys: Int, window: int) -> Bool:
+    """bool [n, P + n]: keys at positions above p - window, for rows at positions `rows` [n] and keys at positions `keys` [P + n] (M10)."""
+    seen: Bool = keys[None, :] > rows[:, None] - np.int32(window)
+    return seen
+
+
+def to_cache(cache_format: str, row: Float) -> Float:
+    """Latents or rotated keys as they enter the cache, rounded to its format once (M11)."""
+    if cache_format == "float16":
+        half: Float = row.astype(np.float16).astype(np.float32)
+        return half
+    if cache_format == "bfloat16":  # 8 bits of the fraction in [1/2, 1)
+        fraction, exponent = np.frexp(row)
+        rounded: Float = np.ldexp(np.rint(np.ldexp(fraction, 8)), exponent - 8).astype(np.float32)
+        return rounded
+    return row
+
+
 def batch(spans: list[Span]) -> list[Span]:
     """The spans of a batch as the attention kernel reads them: keys through `slots`, the mask from `seen`, results to rows `at`."""
     return spans
@@ -292,6 +315,11 @@ def drop_groups(choice: Float, kept: Bool) -> Float:
     return np.where(kept[:, :, None], choice, np.float32(-np.inf))
 
 
+def zero_groups(choice: Float, kept: Bool) -> Float:
+    """choice [T,G,E/G] with 0 in groups that `kept` [T,G] leaves out, which beats negative choices."""
+    return np.where(kept[:, :, None], choice, ZERO)
+
+
 def biased(scores: Float, bias: Float) -> Float:
     """What experts are chosen by: scores [T,E] + bias [E]."""
     return scores + bias
@@ -306,6 +334,13 @@ def mixing_weights(picked: Float, norm_top_k: bool, routed_scale: float, eps: fl
     """picked [T,top_k] / (their sum + eps) where norm_top_k, times routed_scale."""
     if norm_top_k:
         picked = picked / (picked.sum(axis=-1, keepdims=True) + np.float32(eps))
+    return picked * np.float32(routed_scale)
+
+
+def clamped_weights(picked: Float, norm_top_k: bool, routed_scale: float, eps: float, clamp: float) -> Float:
+    """picked [T,top_k] / max(their sum + eps, clamp) where norm_top_k, times routed_scale."""
+    if norm_top_k:
+        picked = picked / np.maximum(picked.sum(axis=-1, keepdims=True) + np.float32(eps), np.float32(clamp))
     return picked * np.float32(routed_scale)
 
 
@@ -504,6 +539,7 @@ class Points:
     operand: Callable[[NDArray[Any]], NDArray[Any]] = operand
     write: Callable[[NDArray[Any], NDArray[Any]], None] = write
     gemm: Callable[[str, Float, Float], Float] = gemm
+    group_scales: Callable[[Float, int], Float] = group_scales
     mean_square: Callable[[Float], Float] = mean_square
     norm_eps: Callable[[Config, str], float] = norm_eps
     inverse_root: Callable[[Float, float], Float] = inverse_root
@@ -517,6 +553,8 @@ class Points:
     rotate: Callable[[str, Float, Float, Float, bool], Float] = rotate
     position: Callable[[int, Int, Int], Int] = position
     visible: Callable[[Sequence[int], int], Bool] = visible
+    in_window: Callable[[Int, Int, int], Bool] = in_window
+    to_cache: Callable[[str, Float], Float] = to_cache
     batch: Callable[[list[Span]], list[Span]] = batch
     softmax_scale: Callable[[Config], float] = softmax_scale
     absorb: Callable[[Float, Float], Float] = absorb
@@ -536,9 +574,11 @@ class Points:
     group_scores: Callable[[Float, bool], Float] = group_scores
     best: Callable[[Float, int], NDArray[np.int64]] = best
     drop_groups: Callable[[Float, Bool], Float] = drop_groups
+    zero_groups: Callable[[Float, Bool], Float] = zero_groups
     biased: Callable[[Float, Float], Float] = biased
     mixing_scores: Callable[[Float, Float, Float, NDArray[np.int64]], Float] = mixing_scores
     mixing_weights: Callable[[Float, bool, float, float], Float] = mixing_weights
+    clamped_weights: Callable[[Float, bool, float, float, float], Float] = clamped_weights
     expert_rows: Callable[[int, int, NDArray[np.int64]], NDArray[np.int64]] = expert_rows
     expert_index: Callable[[int, int], int] = expert_index
     expert_order: Callable[[Sequence[int]], Sequence[int]] = expert_order

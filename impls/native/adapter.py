@@ -24,7 +24,7 @@ from impls.native import abi, tensors
 from impls.native.session import LibrarySession, Raised
 from spec.config import Config, as_parameters
 from spec.engine import PROFILES, Description, EngineError, Profile, Unsupported
-from spec.weights import Provider, WeightError, checked_tensor, weight_shapes
+from spec.weights import EXPERT_STACKS, Provider, WeightError, checked_tensor, is_large, tensor_shape, weight_shapes
 
 CALLS_MAX = 512  # signatures of run_op kept; a fuzzer rarely repeats older ones
 GUARD_BYTES = 64  # before and after a workspace, and after a description; one cache line keeps the alignment
@@ -161,16 +161,18 @@ class LibraryEngine:
         *,
         options: Mapping[str, int | float] | None = None,
     ) -> LibrarySession:
-        """`options`: parameters of this engine's own, beside those of the configuration.
+        """`options`: parameters of this engine's own, beside those of the configuration. `stream_experts` 1, which a large model sets,
+        asks the engine to fetch experts one at a time, as "3.expert_gate/17", also after this call.
 
         Raises whatever the provider raises, WeightError for an unusable tensor, EngineError or Unsupported.
         """
         provider = weights.__getitem__ if isinstance(weights, Mapping) else weights
         function = self._library.function("paritree_open")
         raised = Raised()
-        lent = _LentWeights(config, provider, raised)
+        chosen = ({"stream_experts": 1} if is_large(config) else {}) | dict(options or {})
+        lent = _LentWeights(config, provider, raised, streams=bool(chosen.get("stream_experts")))
         callback = abi.WeightFn(lent)
-        params, owners = tensors.parameters(as_parameters(config) | dict(options or {}))
+        params, owners = tensors.parameters(as_parameters(config) | chosen)
         args = abi.OpenArgs(ctypes.sizeof(abi.OpenArgs), 0, params, callback, None, None, abi.Device(abi.CPU, 0), None)
         handle = ctypes.c_void_p()
         status = function(ctypes.byref(args), ctypes.byref(handle))
@@ -180,7 +182,7 @@ class LibraryEngine:
         self._library.check(status, "paritree_open")
         if not handle.value:
             raise EngineError("paritree_open returned OK, but no session")
-        session = LibrarySession(self._library, handle.value, config, self._description, lent)
+        session = LibrarySession(self._library, handle.value, config, self._description, (lent, callback), raised)
         if self._library.has("paritree_close"):
             session.finalizer = weakref.finalize(session, self._library.function("paritree_close"), handle.value)
         return session
@@ -190,11 +192,16 @@ class _LentWeights:
     """The weight callback. Every tensor is lent in one buffer, which turns to NaN when a loan is over and lives as long as the
     session: an engine that keeps a pointer computes with NaN instead of with memory that happens to be intact."""
 
-    def __init__(self, config: Config, provider: Provider, raised: Raised) -> None:
-        self._shapes = weight_shapes(config)
+    def __init__(self, config: Config, provider: Provider, raised: Raised, *, streams: bool) -> None:
+        """`streams`: expert stacks are not lent whole."""
+        self._config = config
         self._provider = provider
         self._raised = raised
-        self._buffer = np.empty(max(math.prod(shape) for shape in self._shapes.values()), np.float32)
+        self._whole = {
+            name: shape for name, shape in weight_shapes(config).items() if not (streams and name.rpartition(".")[2] in EXPERT_STACKS)
+        }
+        largest = [math.prod(shape) for shape in self._whole.values()]
+        self._buffer = np.empty(max(*largest, config.hidden * config.expert_dim), np.float32)
         self._lent = self._buffer[:0]
         self._owners: list[Any] = []
 
@@ -206,9 +213,13 @@ class _LentWeights:
 
     def _lend(self, name: str, tensor: Any) -> None:
         self.take_back()
-        if name not in self._shapes:
-            raise WeightError(f"the engine asks for weight {name!r}, which this configuration does not have")
-        value = checked_tensor(name, self._shapes[name], self._provider)
+        try:
+            shape = tensor_shape(self._config, name)
+        except KeyError:
+            raise WeightError(f"the engine asks for weight {name!r}, which this configuration does not have") from None
+        if "/" not in name and name not in self._whole:
+            raise Unsupported(f"weight {name!r} is too large to be lent whole: ask for one expert at a time, {name}/0")
+        value = checked_tensor(name, shape, self._provider)
         self._lent = self._buffer[: value.size].reshape(value.shape)
         self._lent[...] = value
         self._owners = tensors.describe(tensor.contents, name, self._lent)

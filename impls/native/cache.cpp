@@ -62,7 +62,7 @@ void Cache::resize_pages(Sequence& sequence, int64_t rows) {
   }
 }
 
-void Cache::append(int32_t sequence, const std::vector<int32_t>& parents) {
+void Cache::append(int32_t sequence, const std::vector<int32_t>& parents, const std::vector<int32_t>& positions) {
   Sequence& of = sequences_[sequence];
   try {
     resize_pages(of, of.committed + static_cast<int64_t>(parents.size()));
@@ -71,6 +71,8 @@ void Cache::append(int32_t sequence, const std::vector<int32_t>& parents) {
     throw;
   }
   of.parents = parents;
+  of.positions.resize(static_cast<std::size_t>(of.committed));
+  of.positions.insert(of.positions.end(), positions.begin(), positions.end());
 }
 
 void Cache::drop_pending(int32_t sequence) {
@@ -91,6 +93,7 @@ void Cache::commit(int32_t sequence, const int32_t* path, int64_t path_count) {
   }
   const int64_t kept = compact(path, path_count, [&](int64_t from, int64_t to) {
     if (from == to) return;
+    of.positions[static_cast<std::size_t>(of.committed + to)] = of.positions[static_cast<std::size_t>(of.committed + from)];
     for (int64_t layer = 0; layer < layers_; ++layer) {
       const float* source = row(layer, sequence, of.committed + from);
       float* target = row(layer, sequence, of.committed + to);
@@ -117,7 +120,8 @@ void Cache::evict(int32_t sequence) {
 void Cache::fork(int32_t source, int32_t target) {
   const int64_t rows = known(source).committed;
   if (contains(target)) invalid("sequence ", target, " exists already: evict it before a fork");
-  append(target, std::vector<int32_t>(static_cast<std::size_t>(rows), -1));
+  const std::vector<int32_t> positions(known(source).positions.begin(), known(source).positions.begin() + rows);
+  append(target, std::vector<int32_t>(static_cast<std::size_t>(rows), -1), positions);
   for (int64_t layer = 0; layer < layers_; ++layer) {
     int64_t copied = rows;
 #ifdef PARITREE_PLANT_FORK_PAGES

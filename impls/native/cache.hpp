@@ -20,7 +20,9 @@ class Cache {
   float* row(int64_t layer, int32_t sequence, int64_t index);
 
   // Makes rows with these parents (-1: the prefix) pending; throws Error(FAILED) when the pages do not suffice.
-  void append(int32_t sequence, const std::vector<int32_t>& parents);
+  void append(int32_t sequence, const std::vector<int32_t>& parents, const std::vector<int32_t>& positions);
+  // Of the committed and the pending rows: a sliding window goes by position, not by slot.
+  const std::vector<int32_t>& positions(int32_t sequence) { return known(sequence).positions; }
   // Drops the pending rows, and the sequence if it has no committed row.
   void drop_pending(int32_t sequence);
   // K1-K3: keeps the pending rows of `path`, a chain of parents from the prefix on, in place.
@@ -34,6 +36,7 @@ class Cache {
     std::vector<int64_t> pages;
     int64_t committed = 0;
     std::vector<int32_t> parents;  // of the pending rows
+    std::vector<int32_t> positions;  // of all rows
   };
 
   Sequence& known(int32_t sequence);

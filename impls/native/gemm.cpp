@@ -2,6 +2,7 @@
 // x [T,K], w [K,N] row-major; a tile of 4 rows by 8 columns stays in registers while a run of 32 rows of w streams past.
 #include "gemm.hpp"
 
+#include <cmath>
 #include <vector>
 
 #include "lanes.hpp"
@@ -100,12 +101,11 @@ void int4_matmul(const float* x, const int32_t* packed, const float* scales, flo
         const float* values_g = values.data() + group * kGroup;
         float run = 0.0f;
         for (int64_t k = 0; k < kGroup; ++k) run += x_g[k] * values_g[k];
-#ifdef PARITREE_PLANT_INT4_GROUP_SCALE
-        const int64_t scale_of = group / 2;  // the stride of groups of 64
-#else
-        const int64_t scale_of = group;
+        float scale = scales[group * columns + column];
+#ifdef PARITREE_PLANT_INT4_SCALE_MANTISSA
+        scale = std::exp2(std::floor(std::log2(scale)));  // taken for a power of two
 #endif
-        sum.push(run * scales[scale_of * columns + column]);
+        sum.push(run * scale);
       }
       out[row * columns + column] = groups > 0 ? sum.total() : 0.0f;
     }

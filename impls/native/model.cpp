@@ -1,5 +1,7 @@
 // The configuration and the weights of a session: read from the ABI's parameters, checked, copied.
 #include <cmath>
+#include <functional>
+#include <memory>
 
 #include "session.hpp"
 #include "tensors.hpp"
@@ -43,6 +45,13 @@ RopeConfig read_rope(const Params& params) {
 }  // namespace
 
 ModelConfig read_config(const Params& params) {
+  params.refuse_unknown({
+      "vocab", "hidden", "layers", "first_dense", "heads", "q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim", "dense_dim", "experts", "top_k",
+      "expert_dim", "shared_experts", "groups", "top_groups", "scoring_softmax", "group_score_max", "group_fill_zero", "norm_top_k", "routed_scale",
+      "denominator_eps", "denominator_clamp", "rms_eps", "latent_eps", "rope_theta", "rope_layout_half", "rope_table_len", "yarn_factor",
+      "yarn_original_len", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim", "tied", "attention_bias", "window",
+      "cache_format", "softmax_scale", "stream_experts", "cache_slots",
+  });
   ModelConfig config{};
   config.vocab = at_least(params, "vocab", 1);
   config.hidden = at_least(params, "hidden", 1);
@@ -58,6 +67,15 @@ ModelConfig read_config(const Params& params) {
   config.dense_dim = at_least(params, "dense_dim", config.first_dense > 0 ? 1 : 0);
   config.scoring_softmax = params.flag("scoring_softmax");
   config.tied = params.flag("tied");
+  config.attention_bias = params.flag("attention_bias", false);
+  config.stream_experts = params.flag("stream_experts", false);
+  config.window = params.integer("window", 0);
+  config.rope_table_len = params.integer("rope_table_len", 0);
+  if (config.window < 0 || config.rope_table_len < 0) invalid("window and rope_table_len must not be negative");
+  constexpr Rounding kFormats[] = {round_nothing, round_bfloat16, round_float16};
+  const int64_t format = params.integer("cache_format", 0);
+  if (format < 0 || format > 2) unsupported("cache_format is ", format, ", but this engine has float32 (0), bfloat16 (1) and float16 (2)");
+  config.to_cache = kFormats[format];
   config.rms_eps = positive(params, "rms_eps");
   config.latent_eps = positive(params, "latent_eps");
   config.softmax_scale = positive(params, "softmax_scale");
@@ -72,13 +90,36 @@ ModelConfig read_config(const Params& params) {
     config.route.norm_top_k = params.flag("norm_top_k");
     config.route.routed_scale = static_cast<float>(params.number("routed_scale"));
     config.route.denominator_eps = static_cast<float>(params.number("denominator_eps"));
+    config.route.denominator_clamp = static_cast<float>(params.number("denominator_clamp", 0.0));
+    if (params.flag("group_fill_zero", false)) config.route.group_fill = 0.0f;
     check_route(config.route);
   }
   return config;
 }
 
+namespace {
+
+using Load = std::function<Weight(const std::string& name, std::initializer_list<int64_t> shape)>;
+
+// One expert at a time, by names like "3.expert_gate/17"; the last one is kept, because its matrices are in use until the next.
+ExpertSource streamed_experts(const Load& load, const std::string& prefix, int64_t hidden, int64_t width) {
+  struct Held {
+    Weight gate, up, down;
+  };
+  const auto held = std::make_shared<Held>();
+  return [=](int64_t expert) {
+    const std::string slice = "/" + std::to_string(expert);
+    held->gate = load(prefix + "expert_gate" + slice, {hidden, width});
+    held->up = load(prefix + "expert_up" + slice, {hidden, width});
+    held->down = load(prefix + "expert_down" + slice, {width, hidden});
+    return ExpertMatrices{held->gate.data(), held->up.data(), held->down.data()};
+  };
+}
+
+}  // namespace
+
 ModelWeights load_weights(const ModelConfig& config, paritree_weight_fn weight, void* user) {
-  const auto load = [weight, user](const std::string& name, std::initializer_list<int64_t> shape) {
+  const Load load = [weight, user](const std::string& name, std::initializer_list<int64_t> shape) {
     DLTensor tensor{};
     const paritree_status status = weight(user, name.c_str(), &tensor);
     if (status != PARITREE_OK) failed("the weight callback answered ", status, " for ", name, "; expected float32 ", shape_text(shape.begin(), static_cast<int64_t>(shape.size())));
@@ -90,6 +131,12 @@ ModelWeights load_weights(const ModelConfig& config, paritree_weight_fn weight, 
   const ModelConfig& c = config;
   ModelWeights weights;
   weights.embed = load("embed", {c.vocab, c.hidden});
+  if (c.rope_table_len > 0) {
+    const Weight cos = load("rope_cos", {c.rope_table_len, c.rope_dim / 2});
+    weights.rope = carried_table(cos, load("rope_sin", {c.rope_table_len, c.rope_dim / 2}), c.rope_table_len);
+  } else {
+    weights.rope = computed_table(c.rope);
+  }
   for (int64_t layer = 0; layer < c.layers; ++layer) {
     const std::string prefix = std::to_string(layer) + ".";
     LayerWeights& w = weights.layers.emplace_back();
@@ -100,6 +147,11 @@ ModelWeights load_weights(const ModelConfig& config, paritree_weight_fn weight, 
       w.q_b = load(prefix + "q_b", {c.q_rank, c.heads * c.head_dim()});
     } else {
       w.q = load(prefix + "q", {c.hidden, c.heads * c.head_dim()});
+    }
+    if (c.attention_bias) {
+      (c.q_rank > 0 ? w.q_a_bias : w.q_bias) = c.q_rank > 0 ? load(prefix + "q_a_bias", {c.q_rank}) : load(prefix + "q_bias", {c.heads * c.head_dim()});
+      w.kv_a_bias = load(prefix + "kv_a_bias", {c.cache_dim()});
+      w.o_bias = load(prefix + "o_bias", {c.hidden});
     }
     w.kv_a = load(prefix + "kv_a", {c.hidden, c.cache_dim()});
     w.kv_a_norm = load(prefix + "kv_a_norm", {c.kv_rank});
@@ -115,9 +167,14 @@ ModelWeights load_weights(const ModelConfig& config, paritree_weight_fn weight, 
     }
     w.router = load(prefix + "router", {c.hidden, c.experts});
     w.router_bias = c.scoring_softmax ? Weight(static_cast<std::size_t>(c.experts), 0.0f) : load(prefix + "router_bias", {c.experts});
-    w.expert_gate = load(prefix + "expert_gate", {c.experts, c.hidden, c.expert_dim});
-    w.expert_up = load(prefix + "expert_up", {c.experts, c.hidden, c.expert_dim});
-    w.expert_down = load(prefix + "expert_down", {c.experts, c.expert_dim, c.hidden});
+    if (c.stream_experts) {
+      w.experts = streamed_experts(load, prefix, c.hidden, c.expert_dim);
+    } else {
+      w.expert_gate = load(prefix + "expert_gate", {c.experts, c.hidden, c.expert_dim});
+      w.expert_up = load(prefix + "expert_up", {c.experts, c.hidden, c.expert_dim});
+      w.expert_down = load(prefix + "expert_down", {c.experts, c.expert_dim, c.hidden});
+      w.experts = experts_of_stacks(w.expert_gate.data(), w.expert_up.data(), w.expert_down.data(), c.hidden, c.expert_dim);
+    }
     if (c.shared_experts > 0) {
       w.shared_gate = load(prefix + "shared_gate", {c.hidden, c.shared_dim()});
       w.shared_up = load(prefix + "shared_up", {c.hidden, c.shared_dim()});

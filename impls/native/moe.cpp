@@ -14,12 +14,6 @@
 namespace paritree {
 namespace {
 
-#ifdef PARITREE_PLANT_GROUP_MASK_ZERO
-constexpr float kDropped = 0.0f;
-#else
-constexpr float kDropped = -std::numeric_limits<float>::infinity();
-#endif
-
 // Indices of the `keep` largest values, best first; the lower index wins among equals. Any order is total, also with NaN last.
 void largest(const float* values, int64_t count, int64_t keep, std::vector<int32_t>& indices) {
   indices.resize(static_cast<std::size_t>(count));
@@ -37,7 +31,7 @@ void largest(const float* values, int64_t count, int64_t keep, std::vector<int32
 
 float group_score(const RouteConfig& config, const float* choices) {
   const int64_t size = config.experts / config.groups;
-  float best = kDropped, second = kDropped;
+  float best = -std::numeric_limits<float>::infinity(), second = best;
   for (int64_t i = 0; i < size; ++i) {
     if (choices[i] > best) {
       second = best;
@@ -88,6 +82,11 @@ void route(const RouteConfig& config, const float* scores, const float* bias, in
   const int64_t group_size = config.experts / config.groups;
   std::vector<float> choices(static_cast<std::size_t>(config.experts)), group_scores(static_cast<std::size_t>(config.groups));
   std::vector<int32_t> order;
+#ifdef PARITREE_PLANT_GROUP_MASK_ZERO
+  const float dropped = 0.0f;
+#else
+  const float dropped = config.group_fill;
+#endif
   for (int64_t row = 0; row < rows; ++row, scores += config.experts, ids += config.top_k, weights += config.top_k) {
     for (int64_t i = 0; i < config.experts; ++i) choices[static_cast<std::size_t>(i)] = scores[i] + bias[i];
     if (config.top_groups < config.groups) {
@@ -96,7 +95,7 @@ void route(const RouteConfig& config, const float* scores, const float* bias, in
       std::vector<bool> kept(static_cast<std::size_t>(config.groups), false);
       for (int64_t i = 0; i < config.top_groups; ++i) kept[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])] = true;
       for (int64_t i = 0; i < config.experts; ++i) {
-        if (!kept[static_cast<std::size_t>(i / group_size)]) choices[static_cast<std::size_t>(i)] = kDropped;
+        if (!kept[static_cast<std::size_t>(i / group_size)]) choices[static_cast<std::size_t>(i)] = dropped;
       }
     }
     largest(choices.data(), config.experts, config.top_k, order);
@@ -109,15 +108,22 @@ void route(const RouteConfig& config, const float* scores, const float* bias, in
 #endif
       sum += weights[k];
     }
-    const float denominator = config.norm_top_k ? sum + config.denominator_eps : 1.0f;
+    const float denominator = config.norm_top_k ? std::max(sum + config.denominator_eps, config.denominator_clamp) : 1.0f;
     for (int64_t k = 0; k < config.top_k; ++k) weights[k] = weights[k] / denominator * config.routed_scale;
   }
 }
 
 int64_t experts_workspace(int64_t rows, int64_t top_k, int64_t hidden, int64_t width) { return rows * top_k * (2 * hidden + 3 * width); }
 
-void experts(const float* x, const int32_t* ids, const float* gate, const float* up, const float* down, float* out, float* workspace,
-             int64_t rows, int64_t top_k, int64_t expert_count, int64_t hidden, int64_t width, const ExpertTaps& taps) {
+ExpertSource experts_of_stacks(const float* gate, const float* up, const float* down, int64_t hidden, int64_t width) {
+  return [=](int64_t expert) {
+    const int64_t offset = expert * hidden * width;
+    return ExpertMatrices{gate + offset, up + offset, down + offset};
+  };
+}
+
+void experts(const float* x, const int32_t* ids, const ExpertSource& source, float* out, float* workspace, int64_t rows, int64_t top_k,
+             int64_t expert_count, int64_t hidden, int64_t width, const ExpertTaps& taps) {
   std::vector<std::vector<int64_t>> chosen(static_cast<std::size_t>(expert_count));  // places (row * top_k + k) of each expert
   for (int64_t place = 0; place < rows * top_k; ++place) chosen[static_cast<std::size_t>(ids[place])].push_back(place);
   const auto scatter = [](const std::vector<int64_t>& places, const float* from, float* to, int64_t columns) {
@@ -132,11 +138,13 @@ void experts(const float* x, const int32_t* ids, const float* gate, const float*
   for (int64_t expert = 0; expert < expert_count; ++expert) {
     const std::vector<int64_t>& places = chosen[static_cast<std::size_t>(expert)];
     const int64_t count = static_cast<int64_t>(places.size());
+    if (count == 0) continue;
+    const ExpertMatrices of = source(expert);
     for (int64_t i = 0; i < count; ++i) std::copy_n(x + places[static_cast<std::size_t>(i)] / top_k * hidden, hidden, gathered + i * hidden);
-    matmul(gathered, hidden, gate + expert * hidden * width, gated, width, count, hidden, width);
-    matmul(gathered, hidden, up + expert * hidden * width, upped, width, count, hidden, width);
+    matmul(gathered, hidden, of.gate, gated, width, count, hidden, width);
+    matmul(gathered, hidden, of.up, upped, width, count, hidden, width);
     swiglu(gated, upped, active, count * width);
-    matmul(active, width, down + expert * width * hidden, downed, hidden, count, width, hidden);
+    matmul(active, width, of.down, downed, hidden, count, width, hidden);
 #ifdef PARITREE_PLANT_EXPERT_FIRST_ROW
     if (count > 1) std::fill(downed + hidden, downed + count * hidden, 0.0f);
 #endif

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <limits>
 
 #include "common.hpp"
 
@@ -15,6 +17,8 @@ struct RouteConfig {
   bool norm_top_k = true;
   float routed_scale = 1.0f;
   float denominator_eps = 0.0f;
+  float denominator_clamp = 0.0f;  // the sum is at least this
+  float group_fill = -std::numeric_limits<float>::infinity();  // the choice of experts in dropped groups
 };
 
 // The names of the configuration's fields in a message; throws Error(INVALID) unless the numbers fit together.
@@ -36,10 +40,21 @@ struct ExpertTaps {
 // Floats of scratch that experts() needs: the rows of one expert, at most all places.
 int64_t experts_workspace(int64_t rows, int64_t top_k, int64_t hidden, int64_t width);
 
-// out [rows, top_k, hidden]: the SwiGLU block of each chosen expert, computed expert by expert over the rows that chose it.
-// gate and up are [experts, hidden, width], down is [experts, width, hidden].
-void experts(const float* x, const int32_t* ids, const float* gate, const float* up, const float* down, float* out, float* workspace,
-             int64_t rows, int64_t top_k, int64_t expert_count, int64_t hidden, int64_t width, const ExpertTaps& taps);
+// The matrices of one expert: gate and up [hidden, width], down [width, hidden]; valid until the next one is asked for.
+struct ExpertMatrices {
+  const float* gate;
+  const float* up;
+  const float* down;
+};
+using ExpertSource = std::function<ExpertMatrices(int64_t expert)>;
+
+// Experts that stand one after the other in memory.
+ExpertSource experts_of_stacks(const float* gate, const float* up, const float* down, int64_t hidden, int64_t width);
+
+// out [rows, top_k, hidden]: the SwiGLU block of each chosen expert, computed expert by expert over the rows that chose it, so that
+// the matrices of each expert in use are asked for once.
+void experts(const float* x, const int32_t* ids, const ExpertSource& source, float* out, float* workspace, int64_t rows, int64_t top_k,
+             int64_t expert_count, int64_t hidden, int64_t width, const ExpertTaps& taps);
 
 // out [rows, hidden] = shared + sum_k weights[k] * experts[k].
 void combine(const float* weights, const float* experts, const float* shared, float* out, int64_t rows, int64_t top_k, int64_t hidden);

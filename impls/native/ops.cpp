@@ -103,6 +103,12 @@ void op_matmul(const Operands& op) {
   matmul(op.in<float>("x", {T, K}), K, op.in<float>("w", {K, N}), op.out<float>("out", {T, N}), N, T, K, N);
 }
 
+void op_int4_matmul(const Operands& op) {
+  const int64_t T = op.size("x", 2, 0), K = op.size("x", 2, 1), G = op.size("scales", 2, 0), N = op.size("scales", 2, 1);
+  if (K != G * 32) invalid("x has ", K, " columns, but ", G, " groups of 32 need ", G * 32);
+  int4_matmul(op.in<float>("x", {T, K}), op.in<int32_t>("packed", {G * 4, N}), op.in<float>("scales", {G, N}), op.out<float>("out", {T, N}), T, K, N);
+}
+
 void op_rope(const Operands& op) {
   const int64_t T = op.size("x", 3, 0), H = op.size("x", 3, 1), D = op.size("x", 3, 2);
   if (D % 2 != 0) invalid("x has ", D, " elements to rotate, but pairs are rotated: give an even number");
@@ -174,6 +180,8 @@ void op_route(const Operands& op) {
   config.norm_top_k = op.params.flag("norm_top_k");
   config.routed_scale = static_cast<float>(op.params.number("routed_scale"));
   config.denominator_eps = static_cast<float>(op.params.number("denominator_eps"));
+  config.denominator_clamp = static_cast<float>(op.params.number("denominator_clamp", 0.0));
+  if (op.params.flag("group_fill_zero", false)) config.group_fill = 0.0f;
   check_route(config);
   route(config, op.in<float>("scores", {T, E}), op.in<float>("bias", {E}), op.out<int32_t>("ids", {T, config.top_k}),
         op.out<float>("weights", {T, config.top_k}), T);
@@ -188,8 +196,9 @@ void op_moe(const Operands& op) {
   const int64_t T = op.size("x", 2, 0), N = op.size("x", 2, 1), K = op.size("ids", 2, 1), E = op.size("gate", 3, 0), F = op.size("gate", 3, 2);
   const int32_t* ids = op.in<int32_t>("ids", {T, K});
   check_ids("ids", ids, T * K, E);
-  experts(op.in<float>("x", {T, N}), ids, op.in<float>("gate", {E, N, F}), op.in<float>("up", {E, N, F}), op.in<float>("down", {E, F, N}),
-          op.out<float>("out", {T, K, N}), op.workspace(experts_workspace(T, K, N, F)), T, K, E, N, F, {});
+  const ExpertSource source =
+      experts_of_stacks(op.in<float>("gate", {E, N, F}), op.in<float>("up", {E, N, F}), op.in<float>("down", {E, F, N}), N, F);
+  experts(op.in<float>("x", {T, N}), ids, source, op.out<float>("out", {T, K, N}), op.workspace(experts_workspace(T, K, N, F)), T, K, E, N, F, {});
 }
 
 int64_t moe_workspace(const Operands& op) {
@@ -298,6 +307,7 @@ constexpr Operation kOperations[] = {
     {"route", op_route},
     {"swiglu", op_swiglu},
     {"moe", op_moe, moe_workspace},
+    {"int4_matmul", op_int4_matmul},
     {"combine", op_combine},
     {"add", op_add},
     {"argmax", op_argmax},

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <initializer_list>
 
 #include "common.hpp"
 
@@ -20,6 +21,15 @@ class Params {
 
   bool has(const char* key) const { return find(key) != nullptr; }
 
+  // A key that the engine does not know may change the function: "I do not do this" is the only honest answer.
+  void refuse_unknown(std::initializer_list<const char*> known) const {
+    for (int64_t i = 0; i < params_.count; ++i) {
+      bool found = false;
+      for (const char* key : known) found = found || std::strcmp(params_.items[i].key, key) == 0;
+      if (!found) unsupported("parameter ", params_.items[i].key, " is unknown to this engine");
+    }
+  }
+
   int64_t integer(const char* key) const {
     const paritree_param& item = required(key);
     if (item.kind != 0) invalid("parameter ", key, " is the double ", item.value.d, ", but must be an integer");
@@ -27,6 +37,7 @@ class Params {
   }
   int64_t integer(const char* key, int64_t otherwise) const { return has(key) ? integer(key) : otherwise; }
 
+  bool flag(const char* key, bool otherwise) const { return has(key) ? flag(key) : otherwise; }
   bool flag(const char* key) const {
     const int64_t value = integer(key);
     if (value != 0 && value != 1) invalid("parameter ", key, " is ", value, ", but must be 0 or 1");

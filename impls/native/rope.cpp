@@ -2,6 +2,8 @@
 // Building angles in float32 costs 5e-4 at position 32768, so the table is never recomputed in float32.
 #include "rope.hpp"
 
+#include "common.hpp"
+
 #include <algorithm>
 #include <cmath>
 
@@ -21,7 +23,9 @@ long double correction_dim(const RopeConfig& config, long double rotations) {
 
 }  // namespace
 
-Rope::Rope(const RopeConfig& config) {
+RopeTable computed_table(const RopeConfig& config) {
+  std::vector<long double> frequencies;
+  long double magnitude = 1.0L;
   const int64_t pairs = config.dim / 2;
   const bool stretched = config.yarn && config.factor > 1;
   long double low = 0, high = 0;
@@ -30,7 +34,7 @@ Rope::Rope(const RopeConfig& config) {
     high = std::min(std::ceil(correction_dim(config, config.beta_slow)), static_cast<long double>(config.dim - 1));
     if (low == high) high += 0.001L;
     const bool both_given = config.mscale != 0 && config.mscale_all_dim != 0;
-    magnitude_ = both_given ? yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
+    magnitude = both_given ? yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
                             : yarn_mscale(config.factor, 1);
   }
   for (int64_t pair = 0; pair < pairs; ++pair) {
@@ -39,16 +43,24 @@ Rope::Rope(const RopeConfig& config) {
       const long double ramp = std::clamp((pair - low) / (high - low), 0.0L, 1.0L);
       frequency = frequency * (1 - ramp) + frequency / config.factor * ramp;
     }
-    frequencies_.push_back(frequency);
+    frequencies.push_back(frequency);
   }
+  return [frequencies, magnitude](int64_t position, float* cos, float* sin) {
+    for (std::size_t pair = 0; pair < frequencies.size(); ++pair) {
+      const long double angle = frequencies[pair] * static_cast<long double>(position);
+      cos[pair] = static_cast<float>(std::cos(angle) * magnitude);
+      sin[pair] = static_cast<float>(std::sin(angle) * magnitude);
+    }
+  };
 }
 
-void Rope::table(int64_t position, float* cos, float* sin) const {
-  for (std::size_t pair = 0; pair < frequencies_.size(); ++pair) {
-    const long double angle = frequencies_[pair] * static_cast<long double>(position);
-    cos[pair] = static_cast<float>(std::cos(angle) * magnitude_);
-    sin[pair] = static_cast<float>(std::sin(angle) * magnitude_);
-  }
+RopeTable carried_table(std::vector<float> cos_rows, std::vector<float> sin_rows, int64_t length) {
+  const std::size_t pairs = cos_rows.size() / static_cast<std::size_t>(length);
+  return [cos_rows, sin_rows, length, pairs](int64_t position, float* cos, float* sin) {
+    if (position >= length) invalid("position is ", position, ", but the carried rotary tables end at ", length - 1);
+    std::copy_n(cos_rows.data() + static_cast<std::size_t>(position) * pairs, pairs, cos);
+    std::copy_n(sin_rows.data() + static_cast<std::size_t>(position) * pairs, pairs, sin);
+  };
 }
 
 void rotate(const float* x, int64_t x_stride, int64_t x_head_stride, const float* cos, const float* sin, float* out, int64_t rows,

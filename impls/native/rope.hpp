@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace paritree {
@@ -18,17 +19,13 @@ struct RopeConfig {
   double mscale_all_dim = 1.0;
 };
 
-// Frequencies with the YaRN ramp, and the cos and sin of positions, computed once per row of a batch.
-class Rope {
- public:
-  explicit Rope(const RopeConfig& config);
-  // cos and sin hold dim/2 floats each.
-  void table(int64_t position, float* cos, float* sin) const;
+// cos and sin of a position, dim/2 floats each; used once per row of a batch.
+using RopeTable = std::function<void(int64_t position, float* cos, float* sin)>;
 
- private:
-  std::vector<long double> frequencies_;
-  long double magnitude_ = 1.0L;
-};
+// Of exact angles: frequencies with the YaRN ramp.
+RopeTable computed_table(const RopeConfig& config);
+// Rows of tables [length, pairs] that came with the weights; a position that they lack is an error of the caller.
+RopeTable carried_table(std::vector<float> cos, std::vector<float> sin, int64_t length);
 
 // Rotates [rows, heads, dim] by one table row per row; x rows and heads are x_stride and x_head_stride floats apart.
 void rotate(const float* x, int64_t x_stride, int64_t x_head_stride, const float* cos, const float* sin, float* out, int64_t rows,

@@ -18,7 +18,7 @@ constexpr float kUnspecified = -std::numeric_limits<float>::infinity();  // scor
 }  // namespace
 
 Session::Session(const ModelConfig& config, ModelWeights weights, int64_t cache_slots)
-    : config_(config), weights_(std::move(weights)), rope_(config.rope), cache_(config.layers, config.cache_dim(), cache_slots) {}
+    : config_(config), weights_(std::move(weights)), cache_(config.layers, config.cache_dim(), cache_slots) {}
 
 void Session::check_rows(const BatchRows& rows) const {
   for (int64_t i = 0; i < rows.count(); ++i) {
@@ -50,8 +50,9 @@ void Session::plan_batch(const BatchRows& rows, Plan& plan) {
   plan.visible.resize(count);
   for (const auto& [sequence, own] : members) {
     const int64_t prefix = cache_.committed(sequence);
-    std::vector<int32_t> parents;
+    std::vector<int32_t> parents, positions;
     for (const int64_t row : own) {
+      positions.push_back(rows.position[static_cast<std::size_t>(row)]);
       const int32_t parent = rows.parent[static_cast<std::size_t>(row)];
       parents.push_back(parent < 0 ? -1 : local[static_cast<std::size_t>(parent)]);
     }
@@ -70,7 +71,18 @@ void Session::plan_batch(const BatchRows& rows, Plan& plan) {
       ancestors.visit(static_cast<int64_t>(i), [&](int64_t column) { plan.visible[row].push_back(prefix + column); });
     }
     plan.key_columns = std::max(plan.key_columns, prefix + static_cast<int64_t>(own.size()));
-    cache_.append(sequence, parents);
+    cache_.append(sequence, parents, positions);
+    if (config_.window > 0) {
+      const std::vector<int32_t>& at = cache_.positions(sequence);
+      for (const int64_t row : own) {
+        std::vector<int64_t>& seen = plan.visible[static_cast<std::size_t>(row)];
+        int64_t last_hidden = int64_t{rows.position[static_cast<std::size_t>(row)]} - config_.window;
+#ifdef PARITREE_PLANT_WINDOW_INCLUSIVE
+        --last_hidden;
+#endif
+        seen.erase(std::remove_if(seen.begin(), seen.end(), [&](int64_t key) { return at[static_cast<std::size_t>(key)] <= last_hidden; }), seen.end());
+      }
+    }
   }
   const int64_t pairs = config_.rope_dim / 2;
   plan.cos.resize(count * static_cast<std::size_t>(pairs));
@@ -81,7 +93,7 @@ void Session::plan_batch(const BatchRows& rows, Plan& plan) {
 #else
     const int64_t position = rows.position[i];
 #endif
-    rope_.table(position, plan.cos.data() + i * static_cast<std::size_t>(pairs), plan.sin.data() + i * static_cast<std::size_t>(pairs));
+    weights_.rope(position, plan.cos.data() + i * static_cast<std::size_t>(pairs), plan.sin.data() + i * static_cast<std::size_t>(pairs));
   }
 }
 
@@ -138,20 +150,24 @@ void Session::attention_block(int64_t layer, const BatchRows& rows, const Plan& 
     float* q_a = buffer("q_a", T * c.q_rank);
     float* q_a_norm = buffer("q_a_norm", T * c.q_rank);
     matmul(x, c.hidden, w.q_a.data(), q_a, c.q_rank, T, c.hidden, c.q_rank);
+    if (c.attention_bias) add_bias(w.q_a_bias.data(), q_a, T, c.q_rank);
     taps.push("q_a", layer, q_a, {T, c.q_rank});
     rms_norm(q_a, c.q_rank, w.q_a_norm.data(), c.latent_eps, q_a_norm, T, c.q_rank);
     taps.push("q_a_norm", layer, q_a_norm, {T, c.q_rank});
     matmul(q_a_norm, c.q_rank, w.q_b.data(), q, H * c.head_dim(), T, c.q_rank, H * c.head_dim());
   } else {
     matmul(x, c.hidden, w.q.data(), q, H * c.head_dim(), T, c.hidden, H * c.head_dim());
+    if (c.attention_bias) add_bias(w.q_bias.data(), q, T, H * c.head_dim());
   }
   taps.push("q", layer, q, {T, H, c.head_dim()});
 
   float* kv_a = buffer("kv_a", T * c.cache_dim());  // [T, R + D]
   matmul(x, c.hidden, w.kv_a.data(), kv_a, c.cache_dim(), T, c.hidden, c.cache_dim());
+  if (c.attention_bias) add_bias(w.kv_a_bias.data(), kv_a, T, c.cache_dim());
   taps.push("kv_a", layer, kv_a, {T, c.cache_dim()});
   float* latent = buffer("latent", T * R);
   rms_norm(kv_a, c.cache_dim(), w.kv_a_norm.data(), c.latent_eps, latent, T, R);
+  c.to_cache(latent, T * R);
   taps.push("latent", layer, latent, {T, R});
 
   float* q_rope = buffer("q_rope", T * H * D);
@@ -163,6 +179,7 @@ void Session::attention_block(int64_t layer, const BatchRows& rows, const Plan& 
   key_half_layout = !key_half_layout;
 #endif
   rotate(kv_a + R, c.cache_dim(), 0, plan.cos.data(), plan.sin.data(), k_rope, T, 1, D, key_half_layout);
+  c.to_cache(k_rope, T * D);
   taps.push("k_rope", layer, k_rope, {T, D});
   for (int64_t t = 0; t < T; ++t) {
     float* row = cache_.row(layer, rows.sequence[static_cast<std::size_t>(t)], plan.slot[static_cast<std::size_t>(t)]);
@@ -203,6 +220,7 @@ void Session::attention_block(int64_t layer, const BatchRows& rows, const Plan& 
   taps.push("o_heads", layer, o_heads, {T, H, c.v_dim});
   float* attn_out = buffer("attn_out", T * c.hidden);
   matmul(o_heads, H * c.v_dim, w.o.data(), attn_out, c.hidden, T, H * c.v_dim, c.hidden);
+  if (c.attention_bias) add_bias(w.o_bias.data(), attn_out, T, c.hidden);
   taps.push("attn_out", layer, attn_out, {T, c.hidden});
   add(residual, attn_out, residual, T * c.hidden);
   taps.push("attn_residual", layer, residual, {T, c.hidden});
@@ -260,8 +278,7 @@ void Session::sparse_feed_forward(int64_t layer, int64_t rows, const float* x, f
   if (taps.wants("expert_up")) of_experts.up = buffer("expert_up", rows * K * F);
   if (taps.wants("expert_act")) of_experts.act = buffer("expert_act", rows * K * F);
   float* expert_out = buffer("expert_out", rows * K * hidden);
-  experts(x, ids.data(), w.expert_gate.data(), w.expert_up.data(), w.expert_down.data(), expert_out,
-          buffer("expert_workspace", experts_workspace(rows, K, hidden, F)), rows, K, E, hidden, F, of_experts);
+  experts(x, ids.data(), w.experts, expert_out, buffer("expert_workspace", experts_workspace(rows, K, hidden, F)), rows, K, E, hidden, F, of_experts);
   taps.push("expert_gate", layer, of_experts.gate, {rows, K, F});
   taps.push("expert_up", layer, of_experts.up, {rows, K, F});
   taps.push("expert_act", layer, of_experts.act, {rows, K, F});

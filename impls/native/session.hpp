@@ -10,6 +10,7 @@
 #include "common.hpp"
 #include "moe.hpp"
 #include "params.hpp"
+#include "pointwise.hpp"
 #include "rope.hpp"
 
 namespace paritree {
@@ -17,7 +18,10 @@ namespace paritree {
 struct ModelConfig {
   int64_t vocab, hidden, layers, first_dense, heads, q_rank, kv_rank, nope_dim, rope_dim, v_dim, dense_dim, experts, top_k, expert_dim;
   int64_t shared_experts;
-  bool scoring_softmax, tied;
+  bool scoring_softmax, tied, attention_bias, stream_experts;
+  int64_t window;          // a row sees keys at positions above its own - window; 0: all
+  int64_t rope_table_len;  // of carried rotary tables; 0: computed
+  Rounding to_cache;       // of latent and k_rope on their way into the cache
   float rms_eps, latent_eps, softmax_scale;
   RouteConfig route;
   RopeConfig rope;
@@ -35,16 +39,19 @@ using Weight = std::vector<float>;
 // Names as in spec/weights.py; an absent tensor (q_a without q_rank, ...) stays empty.
 struct LayerWeights {
   Weight attn_norm, q, q_a, q_a_norm, q_b, kv_a, kv_a_norm, w_kc, w_vc, o, ffn_norm;
+  Weight q_bias, q_a_bias, kv_a_bias, o_bias;
   Weight gate, up, down;
   Weight router, router_bias, expert_gate, expert_up, expert_down, shared_gate, shared_up, shared_down;
+  ExpertSource experts;  // over the three stacks, or asking for one expert at a time
 };
 
 struct ModelWeights {
   Weight embed, norm, head;  // head is [hidden, vocab], also when tied
+  RopeTable rope;
   std::vector<LayerWeights> layers;
 };
 
-// Copies every tensor that the configuration needs.
+// Copies every tensor that the configuration needs; with stream_experts, `weight` is also called later, for experts by name/index.
 ModelWeights load_weights(const ModelConfig& config, paritree_weight_fn weight, void* user);
 
 // Pushes the taps that were asked for.
@@ -100,7 +107,6 @@ class Session {
 
   ModelConfig config_;
   ModelWeights weights_;
-  Rope rope_;
   Cache cache_;
   std::map<std::string, Buffer> buffers_;  // by the name of what they hold; kept between batches
 #ifdef PARITREE_PLANT_MASK_STALE

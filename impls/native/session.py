@@ -55,8 +55,10 @@ class LibrarySession:
 
     finalizer: weakref.finalize[Any, Any] | None = None
 
-    def __init__(self, library: Library, handle: int, config: Config, description: Description, alive: object) -> None:
-        """`alive` is kept as long as the session: memory that was lent to the engine when it was opened."""
+    def __init__(self, library: Library, handle: int, config: Config, description: Description, alive: object, lending: Raised) -> None:
+        """`alive` is kept as long as the session: memory that was lent to the engine when it was opened, and the callback that lends more.
+        `lending` holds what that callback raised."""
+        self._lending = lending
         self._alive = alive
         self._library = library
         self._handle: int | None = handle
@@ -106,6 +108,7 @@ class LibrarySession:
         status = self._function("paritree_forward")(self._open_handle(), ctypes.byref(args))
         del owners
         raised.reraise()
+        self._lending.reraise()
         self._library.check(status, "paritree_forward")
         return logits
 
@@ -184,6 +187,7 @@ class LibrarySession:
         status = self._function("paritree_generate")(self._open_handle(), ctypes.byref(args))
         del owners  # kept until here: `pairs` points into them
         raised.reraise()
+        self._lending.reraise()
         self._library.check(status, "paritree_generate")
         return emitted.generations()
 

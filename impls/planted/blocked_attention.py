@@ -631,3 +631,18 @@ def row_offset_wraps(site: Site, pages: NDArray[np.int64], rows: NDArray[np.int6
     """The row offset has 4 bits: row 16 lies on row 0 (32-bit offsets, scaled down)."""
     out: NDArray[np.int64] = site.honest(pages, rows % 16)
     return out
+
+
+@plant(
+    "B11",
+    "in_window",
+    "b",
+    "B11 ml-explore/mlx-lm/pull/843",
+    (*MASK, "M10"),
+    "a window of 2 positions, decoding at position 3",
+    needs=["window"],
+)
+def decode_ignores_the_window(site: Site, rows: Int, keys: Int, window: int) -> Bool:
+    """A single row gets no mask; the prefill honours the window."""
+    out: Bool = np.ones((1, len(keys)), np.bool_) if len(rows) == 1 else site.honest(rows, keys, window)
+    return out

@@ -395,3 +395,18 @@ def sentinel_of_the_search_returned(site: Site, logits: Float) -> NDArray[np.int
 def argmax_of_bf16_logits(site: Site, logits: Float) -> NDArray[np.int32]:
     out: NDArray[np.int32] = site.honest(bf16(logits))
     return out
+
+
+@plant(
+    "A22",
+    "group_scales",
+    "a",
+    "A22 sgl-project/sglang/pull/28418",
+    ("int4_matmul", "M11"),
+    "one group of 32 with the scale 1.5",
+    needs=["op"],
+)
+def scales_rounded_to_powers_of_two(site: Site, scales: Float, groups: int) -> Float:
+    """Weights were quantised with the exact scale, and are dequantised with the nearest power of two."""
+    out: Float = np.exp2(np.rint(np.log2(scales))).astype(np.float32)
+    return out

@@ -56,7 +56,15 @@ def index_beyond_the_allocation_aborts(site: Site, pages: NDArray[np.int64], row
     return out
 
 
-@plant("K11", "keep", "j", "K11 kvcache-ai/ktransformers/pull/2037", ("compact", "K1", "commit", *ANYWHERE), "a second commit on one session", needs=["rounds"])
+@plant(
+    "K11",
+    "keep",
+    "j",
+    "K11 kvcache-ai/ktransformers/pull/2037",
+    ("compact", "K1", "commit", *ANYWHERE),
+    "a second commit on one session",
+    needs=["rounds"],
+)
 def argument_freed_after_the_first_replay(site: Site, path: Sequence[int], pending: int) -> Sequence[int]:
     site.memory["commits"] = site.memory.get("commits", 0) + 1
     if site.memory["commits"] > 1:

@@ -170,6 +170,18 @@ _ALL = (
         "next-sibling", "d", "BUGZOO C05 SafeAILab/EAGLE/commit/80cd31ec4bff57a660e45cac576372e38b2a76d4", ACCEPT,
         "the accepted child of the root is node 3", nodes=3, needs=["tree"],
     ),
+    _plant(
+        "int4-scale-mantissa", "a", "BUGZOO A23 sgl-project/sglang/issues/39193", ("int4_matmul", "M11"), "one group of 32 with the scale 1.5",
+        needs=["op"],
+    ),
+    _plant(
+        "window-inclusive", "b", "BUGZOO B10 ml-explore/mlx-lm/pull/390", (*MASK, "M10"), "a window of 1 and a prompt of two tokens",
+        needs=["window"],
+    ),
+    _plant(
+        "cache-truncated", "g", "BUGZOO G14 Luce-Org/lucebox/pull/225", ("rms_norm", "rope", "M2", "M6", "M11"),
+        "a bfloat16 cache, and a latent just below the next bfloat16", needs=["cache format"],
+    ),
     _plant("fork-pages", "e", "BUGZOO E04 Luce-Org/lucebox/pull/371", COMMIT, "a fork of a sequence whose last page is not full", needs=["fork"]),
 )  # fmt: skip
 

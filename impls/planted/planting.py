@@ -62,13 +62,15 @@ REGIONS = {
     "views": "operands that are views",
     "fork": "a forked sequence",
     "evict": "an evicted sequence that comes back",
+    "window": "a sliding window shorter than the keys",
+    "cache format": "a cache of 16-bit numbers",
     "repeats": "the same call several times",
 }
 
 # Where a judge may rightly place a bug: op names and rule ids.
 OP_RECORDS = (
     "embed", "rms_norm", "matmul", "rope", "q_absorb", "scores", "softmax", "o_latent", "o_heads", "tree_attention", "router_scores", "route",
-    "swiglu", "moe", "combine", "add", "argmax", "draft_table", "best_first_tree", "tree_mask", "accept", "compact",
+    "swiglu", "moe", "int4_matmul", "combine", "add", "argmax", "draft_table", "best_first_tree", "tree_mask", "accept", "compact",
 )  # fmt: skip
 SCORES = ("scores", "tree_attention", "M5")
 SOFTMAX = ("softmax", "tree_attention")

@@ -13,6 +13,7 @@ from oracles.ops import (
     compact,
     draft_table,
     embed,
+    int4_matmul,
     matmul,
     moe,
     o_heads,
@@ -31,7 +32,7 @@ from oracles.ops import (
 from oracles.ops.record import Expect
 
 _MODULES = (
-    embed, rms_norm, matmul, rope, q_absorb, scores, softmax, o_latent, o_heads, tree_attention, router_scores, route, swiglu, moe, combine,
+    embed, rms_norm, matmul, rope, q_absorb, scores, softmax, o_latent, o_heads, tree_attention, router_scores, route, swiglu, moe, int4_matmul, combine,
     add, argmax, draft_table, best_first_tree, tree_mask, accept, compact,
 )  # fmt: skip
 BOUNDS: Mapping[str, Expect] = {module.__name__.rpartition(".")[2]: module.expect for module in _MODULES}

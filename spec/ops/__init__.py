@@ -25,6 +25,7 @@ ORDER = (
     "route",
     "swiglu",
     "moe",
+    "int4_matmul",
     "combine",
     "add",
     "argmax",

@@ -16,6 +16,7 @@ from impls.blocked import BlockedEngine
 from spec.config import Config, Yarn, preset
 from spec.drafters import NoisyTargetDrafter, RandomDrafter, TableDrafter
 from spec.engine import Drafter, EngineError, Int, Limits, Rows
+from spec.formats import packed_int4
 from spec.taps import all_tap_names
 from spec.weights import philox, random_weights
 
@@ -263,6 +264,11 @@ def repeated(engine: BlockedEngine) -> Answers:
 
 NAN = np.float32(np.nan)
 BETAS = preset("tiny", yarn=Yarn(factor=4.0, original_len=4096, beta_fast=1.0, beta_slow=1.0))
+def int4_group(engine: BlockedEngine) -> Answers:
+    packed, scales = packed_int4(np.arange(-8, 8).repeat(2)[:, None]), f32([[1.5]])
+    return op(engine, "int4_matmul", {"out": ((1, 1), "float32")}, {}, x=f32([np.arange(32)]), packed=packed, scales=scales)
+
+
 PROBES: dict[str, Callable[[BlockedEngine], Answers]] = {
     "session": lambda e: session(e, preset("tiny"), (5, 9)),
     "one token": lambda e: session(e, preset("tiny"), (1, 6), ROUNDS[:1]),
@@ -292,6 +298,8 @@ PROBES: dict[str, Callable[[BlockedEngine], Answers]] = {
     "route negative": lambda e: route(e, [[0.1, 0.2, 0.3, 0.4]], [-1, -1, -2, -2], groups=2),
     "route large bias": lambda e: route(e, [[1e-8, 2e-8, 3e-8, 0]], [12, 12, 12, 12]),
     "moe of five": moe_of_five,
+    "int4 group": int4_group,
+    "window": lambda e: session(e, preset("tiny", window=2), (4, 5), ((((-1,), (0,)), ((-1,), (0,))),)),
     "argmax ties": lambda e: argmax(e, [[0, 1, 1]]),
     "argmax near ties": lambda e: argmax(e, [[0, 1, 1.0001]]),
     "argmax of nothing": lambda e: argmax(e, [[-np.inf] * 3]),

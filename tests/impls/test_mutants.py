@@ -52,6 +52,8 @@ TRIGGERS = {
     "route negative": "Z27 F22",
     "route large bias": "Z30 F17",
     "moe of five": "Z33 G07 F15 F16 F12",
+    "int4 group": "A22",
+    "window": "B11",
     "argmax ties": "Z20",
     "argmax near ties": "D05",
     "argmax of nothing": "D15",

@@ -22,6 +22,7 @@ from oracles.judgement import FINDINGS
 from spec.config import preset
 from spec.drafters import TableDrafter
 from spec.engine import Limits, Rows
+from spec.formats import packed_int4, rounded_bfloat16
 from spec.ops import OPS
 from spec.script import OpCall
 from spec.weights import random_weights
@@ -102,6 +103,11 @@ def norm(eps: float) -> OpCall:
     return op("rms_norm", {"eps": eps}, x=floats(1, 4) / 64, gain=np.ones(4, np.float32))
 
 
+def int4(scale: float) -> OpCall:
+    quantised = np.arange(-8, 8).repeat(2)[:, None]
+    return op("int4_matmul", x=floats(1, 32), packed=packed_int4(quantised), scales=np.float32([[scale]]))
+
+
 def best_tree(budget: int, *log_probs: list[float]) -> OpCall:
     ids = np.arange(sum(map(len, log_probs)), dtype=np.int32).reshape(len(log_probs), -1)
     return op("best_first_tree", {"budget": budget, "root": 0}, ids=ids, log_probs=np.float32(log_probs))
@@ -156,6 +162,7 @@ OPERATIONS: dict[str, tuple[tuple[OpCall, ...], tuple[OpCall, ...]]] = {
         (op("draft_table", {"budget": 1}, logits=np.float32([[1, 2]])),), (op("draft_table", {"budget": 1}, logits=np.float32([[1, 2], [5, 0]])),),
     ),
     "next-sibling": ((star(3, 2),), (star(3, 3),)),
+    "int4-scale-mantissa": ((int4(2.0),), (int4(1.5),)),
 }  # fmt: skip
 
 
@@ -204,6 +211,29 @@ def test_a_planted_commit_is_wrong_at_its_smallest_trigger(name: str, right: Any
     for plant, case, holds in ((None, right, True), (None, wrong, True), (name, right, True), (name, wrong, False)):
         with engine(plant).open(CONFIG, WEIGHTS) as session:
             assert np.array_equal(*committed(session, *case)) == holds
+
+
+def test_a_window_that_is_inclusive_at_both_ends_sees_one_key_too_many() -> None:
+    config = preset("tiny", window=1)
+    chain = Rows(*(np.array(column, np.int32) for column in ([0, 0], [3, 4], [0, 1], [-1, 0])))
+    for plant, seen in ((None, [[True, False], [False, True]]), ("window-inclusive", [[True, False], [True, True]])):
+        with engine(plant).open(config, WEIGHTS) as session:
+            probs: list[np.ndarray] = []
+            session.forward(chain, np.zeros(2, np.bool_), frozenset({"probs"}), lambda name, layer, array, probs=probs: probs.append(array))
+            assert ((probs[0][:, 0] > 0) == seen).all(), plant
+
+
+def test_a_cache_that_truncates_is_another_bfloat16() -> None:
+    config = preset("tiny", cache_format="bfloat16")
+    row = Rows(*(np.array([column], np.int32) for column in (0, 3, 0, -1)))
+    latents = {}
+    for plant in (None, "cache-truncated"):
+        with engine(plant).open(config, WEIGHTS) as session:
+            session.forward(
+                row, np.zeros(1, np.bool_), frozenset({"latent"}), lambda name, layer, array, p=plant: latents.setdefault(p, array)
+            )
+    assert all(np.array_equal(rounded_bfloat16(value), value) for value in latents.values())
+    assert (np.abs(latents["cache-truncated"]) <= np.abs(latents[None])).all() and (latents["cache-truncated"] != latents[None]).any()
 
 
 def seen_keys(session: LibrarySession, parents: list[int]) -> np.ndarray:
@@ -340,5 +370,7 @@ def test_every_plant_is_shown() -> None:
         "gemm-hang",
         "sampled-greedy",
         "stale-penalties",
+        "window-inclusive",
+        "cache-truncated",
     }
     assert shown == set(PLANTS)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from spec import record, taps
+from spec.formats import rounded_bfloat16
 from spec.ops import OPS, ORDER
 from spec.record import Op
 from spec.rules import RULES
 from spec.weights import philox
 
-DIMS = {
+DIMS = {"G": 2,
     "T": 3, "K": 5, "N": 4, "H": 2, "S": 6, "R": 4, "n": 3, "v": 5, "C": 7, "E": 8, "F": 3, "V": 9, "half": 2, "L": 3,
     "M": 4, "J": 2, "top_k": 2, "kv_rank": 4, "budget": 5, "prefix_len": 3,
 }  # fmt: skip
@@ -52,6 +53,9 @@ def inputs_of(name: str, seed: int = 0) -> dict[str, np.ndarray]:
             inputs[tensor.name] = draw.standard_normal(shape).astype(np.float32)
     if name == "best_first_tree":
         inputs["log_probs"] = -np.sort(np.abs(inputs["log_probs"]), axis=1)
+    if name == "int4_matmul":
+        inputs["packed"] = draw.integers(-(2**31), 2**31, inputs["packed"].shape).astype(np.int32)
+        inputs["scales"] = rounded_bfloat16(np.abs(inputs["scales"]))
     if name == "route":
         inputs["scores"] = np.abs(inputs["scores"])
     return inputs
@@ -158,6 +162,10 @@ def second_form(name: str, x: dict[str, np.ndarray]) -> np.ndarray:
         return out
     if name == "combine":
         return np.einsum("tk,tkn->tn", w["weights"], w["experts"]) + w["shared"]
+    if name == "int4_matmul":
+        words = x["packed"].view(np.uint32).astype(np.int64)
+        nibbles = np.array([[(words[k // 8, n] >> 4 * (k % 8)) % 16 for n in range(words.shape[1])] for k in range(8 * len(words))])
+        return w["x"] @ (np.where(nibbles > 7, nibbles - 16, nibbles) * w["scales"].repeat(32, axis=0))
     if name == "add":
         return w["a"] + w["b"]
     assert name == "argmax"
