@@ -56,7 +56,7 @@ def library(*, sanitize: bool = False, plant: str | None = None) -> Path:
     identity = (*compiler, compiler_version(compiler), *flags)
     keys = {source: _object_key(source, identity, macro) for source in sources}
     name = f"paritree-native{'-' + plant if plant else ''}{'-sanitize' if sanitize else ''}-{_digest(*keys.values())}.so"
-    return _published(cache_folder() / name, lambda target: _link(compiler, flags, keys, macro, target))
+    return _published(cache_folder() / name, lambda target: _link(identity, compiler, flags, keys, macro, target))
 
 
 def plant_names() -> tuple[str, ...]:
@@ -123,13 +123,18 @@ def sanitizer_preload() -> str:
 # ---- from sources to a library --------------------------------------------------------------------------------------
 
 
-def _link(compiler: tuple[str, ...], flags: Sequence[str], keys: dict[Path, str], macro: str | None, target: Path) -> None:
+def _link(
+    identity: Sequence[str], compiler: tuple[str, ...], flags: Sequence[str], keys: dict[Path, str], macro: str | None, target: Path
+) -> None:
     def compiled(source: Path) -> Path:
         define = [f"-D{macro}"] if macro and macro in _text_with_includes(source) else []
-        return _published(
-            cache_folder() / "objects" / f"{source.stem}-{keys[source]}.o",
-            lambda out: _run([*compiler, *flags, *define, "-c", str(source), "-o", str(out)]),
-        )
+
+        def make(out: Path) -> None:
+            _run([*compiler, *flags, *define, "-c", str(source), "-o", str(out)])
+            if _object_key(source, identity, macro) != keys[source]:  # else the object would lie under the key of another text, for ever
+                raise BuildError(f"{source}, or a header that it includes, changed while it was compiled: build again")
+
+        return _published(cache_folder() / "objects" / f"{source.stem}-{keys[source]}.o", make)
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         objects = list(pool.map(compiled, keys))

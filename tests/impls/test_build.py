@@ -26,6 +26,9 @@ if "broken" in open(arguments[arguments.index("-c") + 1]).read() if "-c" in argu
     print("error: this source is broken", file=sys.stderr); sys.exit(1)
 with open(arguments[arguments.index("-o") + 1], "w") as out:
     out.write("made")
+if "FAKE_EDITS" in os.environ and "-c" in arguments:  # somebody saves a header while the compiler runs
+    with open(os.environ["FAKE_EDITS"], "a") as header:
+        header.write("// edited\\n")
 """
 
 
@@ -73,6 +76,16 @@ def test_an_edited_header_recompiles_the_sources_that_include_it(bench: Bench) -
     (bench.sources / "shared.hpp").write_text("// edited\n")
     assert build.library() != path
     assert sorted(bench.commands()) == ["link", "one.cpp"]
+
+
+def test_an_object_whose_sources_changed_under_the_compiler_is_not_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be linked, for ever, into every library of the text that it was not made from."""
+    monkeypatch.setenv("FAKE_EDITS", str(bench.sources / "shared.hpp"))
+    with pytest.raises(build.BuildError, match=r"one.cpp, or a header that it includes, changed while it was compiled: build again"):
+        build.library()
+    assert list(bench.cache.rglob("one-*.o")) == []
+    monkeypatch.delenv("FAKE_EDITS")
+    assert build.library().exists()
 
 
 def test_another_compiler_version_and_other_flags_recompile_everything(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_it_offers_every_operation_tap_and_capability(engine: LibraryEngine) -> 
     assert description.ops == set(OPS)
     assert description.taps == set(all_tap_names())
     assert description.capabilities == {
-        "run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "free_slots", "generate", "generate_tree",
+        "run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "free_slots", "generate", "generate_tree", "sampling",
     }  # fmt: skip
     assert (description.name, description.profile.height, description.profile.batch_invariant) == ("native", "blocked:32", True)
 
@@ -519,6 +519,7 @@ from tests_of_native import InProcess, findings, opened, chain, batch, forward, 
 from spec.config import preset
 from spec.drafters import RandomDrafter
 from spec.engine import Limits
+from spec.sampling import Sampling
 
 engine = native(sanitize=True)
 for cases, count in ((op_cases(), 150), (tree_cases(), 30), (session_cases("small"), 12)):
@@ -534,12 +535,14 @@ with opened(engine, preset("tiny"), cache_slots=64) as session:
         except Exception as problem:
             print(problem)
     session.generate([np.array([1, 2], np.int32)], RandomDrafter(1, 96, 3), 5, Limits(6))
+    sampling = Sampling(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((95, 1.0),))
+    session.sample([np.array([1, 2], np.int32), np.array([95], np.int32)], RandomDrafter(1, 96, 3), 5, Limits(6), sampling)
 print("clean")
 """
 
 
 def test_the_sanitizers_find_nothing() -> None:
-    """Address and undefined-behaviour sanitizers over operations, trees, sessions, a loop and three refusals, in a process of its own."""
+    """Address and undefined-behaviour sanitizers over operations, trees, sessions, two loops and three refusals, in a process of its own."""
     try:
         preload = build.sanitizer_preload()
     except build.BuildError as problem:
