@@ -13,7 +13,7 @@ from campaigns.isolation.inprocess import InProcess
 from campaigns.materialise import session_script
 from campaigns.relations import RECIPES, twin
 from campaigns.trial import Bench, session_judge
-from impls.planted.planting import PLANTS
+from impls.planted.mutants import PLANTS
 from impls.registry import resolve
 from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.relations import BITS, judge_relation
