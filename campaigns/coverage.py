@@ -9,21 +9,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
+
 from campaigns.case import Case, OpCase, SessionCase, TreeCase
 from campaigns.operands import REFUSED, REGIMES
-from campaigns.plan import tree_parents
+from campaigns.plan import depths, hit_path, tree_parents
+from campaigns.regions import REGIONS, regions
 from campaigns.strategies import OP_SHAPES, in_frozen_mix
 from campaigns.weights import REGIMES as WEIGHT_REGIMES
 from spec.sampling import Sampling
 
 Cell = tuple[str, str]
 
+BUGZOO, SHAPE = "BUGZOO region", "depth x width x prefix mod 16"
+DEPTHS, WIDTHS, PREFIXES = ("0", "1", "2 to 3", "4+"), ("0", "1", "2", "3+"), ("0", "1", "15", "other")
 TILE = 16  # the smallest tile of common kernels; its neighbours are the off-boundary sizes
 SIZE_WORDS = ("T", "K", "N", "S", "V", "M", "E")
 
 
 def cells(case: Case) -> set[Cell]:
-    return set(_cells(case))
+    return set(_cells(case)) | {(BUGZOO, f"{number:02d} {REGIONS[number]}") for number in regions(case)} | set(_shapes(case))
 
 
 def declared() -> set[Cell]:
@@ -46,7 +51,28 @@ def declared() -> set[Cell]:
     out |= {
         ("coincidence broken", word) for word in ("rope_dim", "groups", "yarn", "routed_scale", "q_rank", "tied", "scoring", "latent_eps")
     }
+    out |= {(BUGZOO, f"{number:02d} {words}") for number, words in REGIONS.items()}
+    out |= {(SHAPE, f"depth {d}, width {w}, prefix {p}") for d in DEPTHS for w in WIDTHS for p in PREFIXES if (d == "0") == (w == "0")}
     return out | {("batch", word) for word in ("mixed", "apart", "chunked prefill")} | {("frozen mix", "yes")}
+
+
+def _shapes(case: Case) -> Iterator[Cell]:
+    """Depth x width x prefix mod 16 of each tree of a session, in classes; the prefix of a later round depends on the accepted paths."""
+    if not isinstance(case, SessionCase):
+        return
+    prefix = [length for length, _ in case.prompts]
+    for trees in case.rounds:
+        for order, tree in enumerate(trees[: len(prefix)]):
+            parents = tree_parents(tree)
+            depth, width = depths(parents), np.bincount(parents[1:]) if len(parents) > 1 else np.zeros(1, np.int64)
+            words = (_class(int(depth.max()), DEPTHS), _class(int(width.max()), WIDTHS), _beside_tile(TILE + prefix[order] % TILE))
+            yield SHAPE, f"depth {words[0]}, width {words[1]}, prefix {words[2]}"
+            prefix[order] += len(hit_path(tree, parents))
+
+
+def _class(value: int, classes: tuple[str, ...]) -> str:
+    """The class of a number: the words are its lower ends, with + on the last."""
+    return next(word for word in reversed(classes) if value >= int(word.rstrip("+").partition(" ")[0]))
 
 
 def _cells(case: Case) -> Iterator[Cell]:
