@@ -1,8 +1,10 @@
-"""Checkpoints in Hugging Face layout (config.json + safetensors, per-expert names) as a lazy provider of the spec's weights.
+"""Checkpoints in Hugging Face layout (config.json + safetensors) as a lazy provider of the spec's weights.
 
 A checkpoint stores [out, in] and one `kv_b_proj`; the spec wants row-major [in, out] and `kv_b` split into `w_kc` and `w_vc`
 (rule M4): per head the first nope_dim rows are keys, the next v_dim rows are values - not all keys and then all values.
-Nothing is read before it is asked for, and a tensor is dropped again after use.
+Nothing is read before it is asked for, and a tensor is dropped again after use; experts are also given one at a time, by names like
+"3.expert_gate/17". How a matrix may be stored is the matter of impls/stored.py. The prefix "language_model." of Kimi-K2.5 (inferred: the
+weights were not at hand) is taken off, and what belongs to its vision part is left alone.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from impls.stored import COMPANIONS, FUSED, Stored
 from impls.tensorfile import TensorFile, TensorFileError
 from spec.config import Config, ConfigError, Yarn
-from spec.weights import WeightError, weight_shapes
+from spec.weights import tensor_shape, weight_shapes
 
 Float = NDArray[np.float32]
 INDEX = "model.safetensors.index.json"
@@ -55,6 +58,12 @@ SIZES = (
 )  # fmt: skip
 EXPERTS = {"expert_gate": "gate_proj", "expert_up": "up_proj", "expert_down": "down_proj"}
 KV_B = "self_attn.kv_b_proj.weight"
+BIASES: dict[str, str] = {
+    "q_a_bias": "self_attn.q_a_proj.bias", "kv_a_bias": "self_attn.kv_a_proj_with_mqa.bias", "o_bias": "self_attn.o_proj.bias",
+}  # fmt: skip
+LAYER_NAMES |= {name: (stored, False) for name, stored in BIASES.items()}
+LANGUAGE = "language_model."
+OTHER_PARTS = ("vision_tower.", "mm_projector.", "visual.")
 
 
 class CheckpointError(ValueError):
@@ -69,6 +78,7 @@ class Checkpoint:
         self.config = read_config(self.folder / "config.json")
         self.location = self._locate()  # checkpoint name -> file
         self._shapes = weight_shapes(self.config)
+        self._stored = Stored(self.folder, self.location)
         self._refuse_strangers()
 
     def _locate(self) -> dict[str, TensorFile]:
@@ -90,19 +100,27 @@ class Checkpoint:
                 file = TensorFile(self.folder / shard)
             except TensorFileError as problem:
                 raise CheckpointError(str(problem)) from None
+            file.entries = {name.removeprefix(LANGUAGE): entry for name, entry in file.entries.items() if not name.startswith(OTHER_PARTS)}
             for name in file.entries:
                 if name in located:
                     raise CheckpointError(f"tensor {name!r} is both in {located[name].path.name} and in {shard}: one of them must go")
                 located[name] = file
         if names is not None:
-            for name, shard in names.items():
+            for full, shard in names.items():
+                name = full.removeprefix(LANGUAGE)
+                if full.startswith(OTHER_PARTS):
+                    continue
                 if name not in located or located[name].path.name != shard:
                     raise CheckpointError(f"{index} places tensor {name!r} in {shard}, but it is not there: copy the shard again")
         return located
 
     def _refuse_strangers(self) -> None:
         """A name that the configuration does not explain would be silently ignored: extra layers mean another config.json."""
-        strangers = sorted(set(self.location) - set(self.checkpoint_names()))
+        known = set(self.checkpoint_names())
+        known |= {name + suffix for name in known if name.endswith(".weight") for suffix in COMPANIONS}
+        for layer in range(self.config.first_dense, self.config.layers):
+            known |= {f"model.layers.{layer}.mlp.experts.{fused}" for fused, _ in FUSED.values()}
+        strangers = sorted(set(self.location) - known)
         strangers = [name for name in strangers if not name.endswith("rotary_emb.inv_freq") and not self._is_next_token_layer(name)]
         if strangers:
             more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
@@ -135,15 +153,17 @@ class Checkpoint:
         return f"model.layers.{layer}.{stored}", transposed
 
     def tensor(self, name: str) -> Float:
-        """float32, C-contiguous, in the spec's layout. KeyError for a name that no configuration has; WeightError otherwise."""
-        if name not in self._shapes:
-            raise KeyError(name)
-        shape = self._shapes[name]
-        layer, _, kind = name.rpartition(".")
+        """float32, C-contiguous, in the spec's layout; "3.expert_gate/17" is one expert's matrix. KeyError for a name that the
+        configuration does not have; WeightError otherwise."""
+        stack, slash, number = name.partition("/")
+        shape = tensor_shape(self.config, name)
+        layer, _, kind = stack.rpartition(".")
+        if slash:
+            return self._expert(layer, kind, int(number), shape)
         if kind in EXPERTS:
             out = np.empty(shape, np.float32)
             for e in range(shape[0]):
-                out[e] = self._read(f"model.layers.{layer}.mlp.experts.{e}.{EXPERTS[kind]}.weight", shape[:0:-1]).T
+                out[e] = self._expert(layer, kind, e, shape[1:])
             return out
         if kind in ("w_kc", "w_vc"):
             return self._split_kv_b(layer, kind)
@@ -151,6 +171,10 @@ class Checkpoint:
         if transposed:
             return np.ascontiguousarray(self._read(stored, shape[::-1]).T)
         return np.ascontiguousarray(self._read(stored, shape))
+
+    def _expert(self, layer: str, kind: str, number: int, shape: tuple[int, ...]) -> Float:
+        stored = self._stored.expert(f"model.layers.{layer}.mlp.experts", EXPERTS[kind], number, (shape[1], shape[0]))
+        return np.ascontiguousarray(stored.T)
 
     def _split_kv_b(self, layer: str, kind: str) -> Float:
         c = self.config
@@ -161,20 +185,7 @@ class Checkpoint:
         return np.ascontiguousarray(per_head[:, c.nope_dim :].transpose(0, 2, 1))
 
     def _read(self, stored: str, shape: tuple[int, ...]) -> Float:
-        file = self.location.get(stored)
-        if file is None:
-            raise WeightError(f"{self.folder}: tensor {stored!r} is missing; expected {list(shape)}")
-        found = file.entries[stored].shape
-        if found != shape:
-            raise WeightError(f"{file.path}: tensor {stored!r} has shape {list(found)}, but config.json needs {list(shape)}")
-        try:
-            value = file.float32(stored)
-        except TensorFileError as problem:
-            raise WeightError(str(problem)) from None
-        if not np.isfinite(value).all():
-            at = [int(i) for i in np.argwhere(~np.isfinite(value))[0]]
-            raise WeightError(f"{file.path}: tensor {stored!r} is {value[tuple(at)]} at {at}; weights must be finite")
-        return value
+        return self._stored.matrix(stored, shape)
 
 
 # ---- config.json ------------------------------------------------------------------------------------------------
@@ -196,8 +207,10 @@ def read_config(path: Path) -> Config:
     """config.json of the DeepSeek-V2/V3 and Kimi-K2.x families -> Config. Raises CheckpointError."""
     data = _json_object(path)
     data = data.get("text_config", data)  # Kimi-K2.5 nests the language model
-    if data.get("attention_bias"):
-        raise CheckpointError(f"{path}: attention_bias is true; the specification has no attention biases")
+    if data.get("attention_bias") and not data.get("q_lora_rank"):
+        raise CheckpointError(
+            f"{path}: attention_bias is true without q_lora_rank; no engine gives q_proj a bias, so which is meant is open"
+        )
     if data.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{path}: hidden_act is {data['hidden_act']!r}; the specification has silu")
 
@@ -222,7 +235,7 @@ def read_config(path: Path) -> Config:
             routed_scale=float(data.get("routed_scaling_factor", 1.0)), rms_eps=float(data.get("rms_norm_eps", 1e-6)),
             rope_theta=float(_rope_section(data).get("rope_theta", data.get("rope_theta", 10000.0))),
             rope_layout="interleaved" if data.get("rope_interleave", True) else "half", yarn=_yarn(path, _rope_section(data)),
-            tied=bool(data.get("tie_word_embeddings", False)),
+            tied=bool(data.get("tie_word_embeddings", False)), attention_bias=bool(data.get("attention_bias", False)),
         )  # fmt: skip
     except CheckpointError:
         raise
@@ -273,7 +286,7 @@ def config_json(config: Config) -> dict[str, Any]:
         "n_shared_experts": c.shared_experts, "n_group": c.groups, "topk_group": c.top_groups, "scoring_func": c.scoring,
         "topk_method": "noaux_tc" if sigmoid else ("greedy" if c.groups == 1 else "group_limited_greedy"), "norm_topk_prob": c.norm_top_k,
         "routed_scaling_factor": c.routed_scale, "rms_norm_eps": c.rms_eps, "rope_theta": c.rope_theta, "rope_scaling": rope,
-        "rope_interleave": c.rope_layout == "interleaved", "tie_word_embeddings": c.tied, "attention_bias": False, "hidden_act": "silu",
+        "rope_interleave": c.rope_layout == "interleaved", "tie_word_embeddings": c.tied, "attention_bias": c.attention_bias, "hidden_act": "silu",
         "max_position_embeddings": int(c.yarn.original_len * c.yarn.factor) if c.yarn else 4096, "torch_dtype": "float32",
     }  # fmt: skip
 

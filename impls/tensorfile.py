@@ -10,6 +10,7 @@ import json
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,9 +91,13 @@ class TensorFile:
         count = int(np.prod(entry.shape, dtype=np.int64))
         return np.frombuffer(self._map, DTYPES[entry.dtype], count, entry.begin).reshape(entry.shape)
 
-    def float32(self, name: str) -> NDArray[np.float32]:
-        """Exact float32 of F32, F16 and BF16; F64 only where nothing is lost. Raises TensorFileError for other formats."""
-        entry, raw = self.entries[name], self.raw(name)
+    def float32(self, name: str, index: Any = ()) -> NDArray[np.float32]:
+        """Exact float32 of F32, F16 and BF16; F64 only where nothing is lost. `index`: a part, whose bytes alone are read.
+
+        Raises TensorFileError for other formats.
+        """
+        entry = self.entries[name]
+        raw: NDArray[np.generic] = np.asarray(self.raw(name)[index])
         if entry.dtype == "F32":
             return raw.astype(np.float32, copy=False)
         if entry.dtype == "F16":

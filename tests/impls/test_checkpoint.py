@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from impls.checkpoint import Checkpoint, CheckpointError, config_json, read_config, write_checkpoint
 from impls.tensorfile import TensorFile
 from spec.config import PRESETS, Config, preset
+from spec.formats import dequantised_fp8, dequantised_int4, quantised_fp8, quantised_int4, to_bfloat16, unpacked_int4
 from spec.weights import WeightError, random_weights, weight_shapes
 
 
@@ -119,7 +122,7 @@ def test_a_not_finite_weight_is_named_with_its_place(copy: Path) -> None:
     ("change", "message"),
     [
         ({"vocab_size": None}, "lacks 'vocab_size'"),
-        ({"attention_bias": True}, "attention_bias is true"),
+        ({"attention_bias": True, "q_lora_rank": None}, "attention_bias is true without q_lora_rank"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_scaling": {"type": "llama3"}}, "rope type is 'llama3'"),
         ({"rope_scaling": {"type": "yarn"}}, "yarn section lacks 'factor'"),
@@ -173,3 +176,128 @@ def _rewrite(shard: Path, *, drop: str = "", add: dict[str, np.ndarray] | None =
 
     tensors = {k: v for k, v in load_file(shard).items() if k != drop} | (add or {})
     save_file(tensors, shard)
+
+
+# ---- how matrices are stored ----------------------------------------------------------------------------------------
+
+GROUPS = preset("tiny", hidden=64, expert_dim=32, dense_dim=96)  # widths that int4 groups of 32 divide
+
+
+def restored(folder: Path, change: Callable[[dict[str, np.ndarray]], None], dtypes: dict[str, str] | None = None) -> Path:
+    """A checkpoint of GROUPS in one file, its tensors changed; `dtypes` names what NumPy has no type for."""
+    write_checkpoint(folder, GROUPS, random_weights(GROUPS, 5).__getitem__)
+    file = TensorFile(folder / "model.safetensors")
+    tensors = {name: np.array(file.raw(name)) for name in file.entries}
+    change(tensors)
+    write_raw(folder / "model.safetensors", tensors, dtypes or {})
+    return folder
+
+
+def write_raw(path: Path, tensors: dict[str, np.ndarray], dtypes: dict[str, str]) -> None:
+    names = {"float32": "F32", "int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "BF16", "float16": "F16"}
+    header, body = {}, b""
+    for name, array in tensors.items():
+        start, body = len(body), body + array.tobytes()
+        header[name] = {"dtype": dtypes.get(name, names[array.dtype.name]), "shape": array.shape, "data_offsets": [start, len(body)]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+EXPERT = "model.layers.1.mlp.experts.3.gate_proj.weight"
+
+
+def as_int4(tensors: dict[str, np.ndarray]) -> None:
+    """The expert as compressed-tensors packs it: [out, in / 8] words, value + 8 in each nibble, bfloat16 scales."""
+    matrix = tensors.pop(EXPERT)  # (out,in)
+    words, scales = quantised_int4(np.ascontiguousarray(matrix.T))
+    nibbles = (unpacked_int4(words).T.astype(np.int64) + 8).reshape(len(matrix), -1, 8)
+    packed = sum(nibbles[:, :, i] << 4 * i for i in range(8)).astype(np.uint32).view(np.int32)
+    tensors |= {
+        f"{EXPERT}_packed": packed,
+        f"{EXPERT}_scale": to_bfloat16(np.ascontiguousarray(scales.T)),
+        f"{EXPERT}_shape": np.array(matrix.shape, np.int64),
+    }
+
+
+def test_a_packed_int4_expert_is_read_exactly(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(restored(tmp_path, as_int4))
+    matrix = random_weights(GROUPS, 5)["1.expert_gate"][3]
+    np.testing.assert_array_equal(checkpoint.tensor("1.expert_gate/3"), dequantised_int4(*quantised_int4(matrix)))
+    np.testing.assert_array_equal(checkpoint.tensor("1.expert_gate")[3], checkpoint.tensor("1.expert_gate/3"))
+
+
+def test_an_fp8_matrix_is_the_rounded_product_of_value_and_block_scale(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_b_proj.weight"
+    held: dict[str, np.ndarray] = {}
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        bits, scales = quantised_fp8(tensors[name])
+        tensors |= {name: bits, f"{name}_scale_inv": scales}
+        held["value"] = dequantised_fp8(bits, scales).astype(np.float32)
+
+    value = Checkpoint(restored(tmp_path, change, {name: "F8_E4M3"})).tensor("0.q_b")
+    np.testing.assert_array_equal(value.T, held["value"])
+    assert 0 < np.abs(value - random_weights(GROUPS, 5)["0.q_b"]).max() < 0.1
+
+
+def test_fused_experts_are_sliced_gate_first(tmp_path: Path) -> None:
+    def fuse(tensors: dict[str, np.ndarray]) -> None:
+        at = "model.layers.1.mlp.experts."
+        of = {p: np.stack([tensors.pop(f"{at}{e}.{p}_proj.weight") for e in range(GROUPS.experts)]) for p in ("gate", "up", "down")}
+        tensors |= {at + "gate_up_proj": np.concatenate([of["gate"], of["up"]], 1), at + "down_proj": of["down"]}
+
+    checkpoint, weights = Checkpoint(restored(tmp_path, fuse)), random_weights(GROUPS, 5)
+    for stack in ("1.expert_gate", "1.expert_up", "1.expert_down"):
+        np.testing.assert_array_equal(checkpoint.tensor(stack), weights[stack])
+        np.testing.assert_array_equal(checkpoint.tensor(f"{stack}/7"), weights[stack][7])
+
+
+def test_biases_and_the_prefix_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    config = preset("tiny", attention_bias=True)
+    weights = random_weights(config, 5)
+    write_checkpoint(tmp_path, config, weights.__getitem__)
+    file = TensorFile(tmp_path / "model.safetensors")
+    tensors = {f"language_model.{name}": np.array(file.raw(name)) for name in file.entries} | {
+        "vision_tower.patch": np.zeros(2, np.float32)
+    }
+    write_raw(tmp_path / "model.safetensors", tensors, {})
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.config == config
+    for name in ("0.q_a_bias", "1.kv_a_bias", "1.o_bias", "head"):
+        np.testing.assert_array_equal(checkpoint.tensor(name), weights[name])
+
+
+def _spoil(suffix: str, value: np.ndarray | None) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        as_int4(tensors)
+        if value is None:
+            del tensors[EXPERT + suffix]
+        else:
+            tensors[EXPERT + suffix] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_spoil("_scale", None), r"'model\.layers\.1\.mlp\.experts\.3\.gate_proj\.weight_scale' is missing; expected \[32, 2\]"),
+        (_spoil("_shape", np.array([32, 65], np.int64)), r"weight_shape' says \[32, 65\], but config\.json needs \[32, 64\]"),
+        (_spoil("_packed", np.zeros((32, 7), np.int32)), r"weight_packed' has shape \[32, 7\], but config\.json needs \[32, 8\]"),
+        (_spoil("_scale", np.full((32, 2), np.nan, np.float32)), r"safetensors: tensor .*gate_proj\.weight' is nan at \[0, 0\]"),
+        (_spoil("", np.zeros((32, 64), np.float32)), "stored plainly and packed as well"),
+    ],
+)
+def test_a_fault_of_a_packed_expert_is_named(tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(WeightError, match=message):
+        Checkpoint(restored(tmp_path, change)).tensor("1.expert_gate/3")
+
+
+def test_an_fp8_matrix_without_its_scales_is_named(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_b_proj.weight"
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name] = quantised_fp8(tensors[name])[0]
+
+    with pytest.raises(WeightError, match=r"q_b_proj\.weight_scale_inv' is missing; expected \[1, 1\]"):
+        Checkpoint(restored(tmp_path, change, {name: "F8_E4M3"})).tensor("0.q_b")
