@@ -102,6 +102,19 @@ def _outlier_channel(config: Config, seed: int, weights: dict[str, Array]) -> No
     weights["embed"] = table
 
 
+def _special_tokens(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """Head columns of the first three ids and of the last one times 4: what is often a mask, padding or stop token is often the argmax."""
+    special = [0, 1, 2, config.vocab - 1] if config.vocab > 3 else [0]
+    if config.tied:
+        table = weights["embed"].copy()
+        table[special] *= np.float32(4)
+        weights["embed"] = table
+        return
+    head = weights["head"].copy()
+    head[:, special] *= np.float32(4)
+    weights["head"] = head
+
+
 REGIMES: dict[str, Change] = {
     "ordinary": lambda config, seed, weights: None,
     "tied-vocabulary": _tied_vocabulary,
@@ -112,6 +125,7 @@ REGIMES: dict[str, Change] = {
     "cold-router": _cold_router,
     "hot-expert": _hot_expert,
     "outlier-channel": _outlier_channel,
+    "special-tokens": _special_tokens,
 }
 
 
