@@ -6,6 +6,7 @@ state between calls (which replays in a fresh worker show).
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ VERDICT_OF_FAILURE = {
 
 
 UNJUDGEABLE = frozenset({Verdict.MALFORMED, Verdict.FLAKY, Verdict.CRASHED, Verdict.HUNG, Verdict.UNSUPPORTED, Verdict.NONFINITE})
+PROVEN = frozenset({Verdict.EXACT, Verdict.WITHIN_BOUND, Verdict.TIE})
 REFUSAL = "refusal"  # the output's name in a judgement of inputs that must be refused
 FIRST_STEP_S = 30.0  # of a kind, until one was seen: kernels that compile at first use; longer makes an early hang expensive
 
@@ -161,7 +163,10 @@ class Bench:
             again = self.worker.script(other)
             if again.failure is not None:
                 judgements.append(of_failure(again.failure, None, len(script.steps)))
-            judgements += judge_relation(relation, (script, trace), (other, again), trace.description.profile, judge.prepared)
+            related = judge_relation(relation, (script, trace), (other, again), trace.description.profile, judge.prepared)
+            if any(j.verdict is Verdict.UNVERIFIED for j in related) and again.failure is None:
+                related = proven_by_taps(related, trace.description, [*judgements, *judge.judge(other, again)])
+            judgements += related
         return judgements
 
 
@@ -207,6 +212,17 @@ def judged_failure(failure: Failure, op: str, step: int) -> Judgement:
     verdict = VERDICT_OF_FAILURE[failure.kind]
     signal = f" (signal {failure.signal})" if failure.signal else ""
     return Judgement(verdict, f"engine {failure.kind}", op, "call", RUNGS[0], step=step, message=f"{failure.message}{signal}")
+
+
+def proven_by_taps(related: list[Judgement], description: Description, runs: list[Judgement]) -> list[Judgement]:
+    """Two runs whose every operation is within its certified bound differ by rounding alone: what the statistical bound leaves open of their
+    relation is then proven. `runs`: the judgements of both, of which none may be a finding or open."""
+    if not description.taps or any(j.verdict not in PROVEN for j in runs):
+        return related
+    return [
+        dataclasses.replace(j, verdict=Verdict.WITHIN_BOUND, message="") if j.verdict is Verdict.UNVERIFIED and j.checked else j
+        for j in related
+    ]
 
 
 def explainer(worker: Worker, script: Script, judge: SessionJudge) -> Explain:
