@@ -7,6 +7,8 @@ from functools import lru_cache
 from campaigns.case import OpCase, SessionCase, TreeCase
 from campaigns.isolation.execute import run_calls, run_script, run_tree
 from campaigns.materialise import op_call, session_script, tree_job, weights_for
+from campaigns.operands import REFUSED
+from campaigns.trial import judged_refusal
 from impls.blocked import BlockedEngine
 from oracles.judge import judge_op
 from oracles.judgement import FINDINGS, Judgement
@@ -28,6 +30,8 @@ def findings(judgements: list[Judgement]) -> list[Judgement]:
 def judged_op(engine: BlockedEngine, case: OpCase) -> list[Judgement]:
     call = op_call(case)
     (answer,) = run_calls(engine, [call])
+    if case.regime == REFUSED:
+        return findings(judged_refusal(call, answer))
     assert answer.failure is None and answer.outputs is not None, (case, answer.failure)
     return findings(judge_op(call, answer.outputs, engine.describe().profile))
 

@@ -541,6 +541,7 @@ print("clean")
 """
 
 
+@pytest.mark.timeout(900)  # builds the engine once more, and runs it many times slower
 def test_the_sanitizers_find_nothing() -> None:
     """Address and undefined-behaviour sanitizers over operations, trees, sessions, two loops and three refusals, in a process of its own."""
     try:
