@@ -112,6 +112,7 @@ class Answer:
     taps: dict[tuple[str, int], NDArray[Any]] = field(default_factory=dict)  # (name, layer) -> array
     cache: NDArray[np.float32] | None = None
     generations: list[Generation] | None = None
+    drafted: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (sequence, history) of each call of the drafter
     outputs: dict[str, NDArray[Any]] | None = None  # of an OpCall
     failure: Failure | None = None
 

@@ -16,8 +16,9 @@ from spec import loops, record, taps
 from spec.config import Config, Yarn, preset
 from spec.drafters import NoisyTargetDrafter
 from spec.engine import EngineError, Limits, Rows, Session
+from spec.formats import ROUNDED
 from spec.model import GoldenModel, GoldenSession, RowsError
-from spec.weights import WeightError, philox, random_weights
+from spec.weights import EXPERT_STACKS, WeightError, philox, random_weights
 
 # float32 engines of six codebases stay within 3e-7 .. 1e-6 of max|logit| of a float64 evaluation; every mistake of the list of
 # known ones moves logits of order 4 by 2 and more, the smallest (latent eps 1e-5 for 1e-6) by 9e-5
@@ -33,6 +34,14 @@ CONFIGS: dict[str, Config] = {
     "no renormalisation": preset("tiny", norm_top_k=False, first_dense=0, top_k=5),
     "one head, one expert": preset("tiny", heads=1, experts=1, top_k=1, denominator_eps=0.0),
     "tied, no query compression": preset("small", tied=True, q_rank=0),
+    "window": preset("tiny", window=7),
+    "biases": preset("tiny", attention_bias=True),
+    "biases, no query compression": preset("tiny", attention_bias=True, q_rank=0),
+    "carried tables": preset("tiny", rope_table_len=128),
+    "clamped sum": preset("tiny", denominator_clamp=1.5),
+    "dropped groups count as 0": preset("tiny", groups=4, top_groups=2, group_fill="zero", top_k=3, first_dense=0),
+    "deepseek-v3-tiny": preset("deepseek-v3-tiny"),
+    "kimi-k2.5-tiny": preset("kimi-k2.5-tiny"),
 }
 every_config = pytest.mark.parametrize("name", CONFIGS)
 _models: dict[str, GoldenModel] = {}
@@ -57,11 +66,11 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def turn(x: np.ndarray, angles: np.ndarray, half_layout: bool, factor: float) -> np.ndarray:
+def turn(x: np.ndarray, turns: np.ndarray, half_layout: bool) -> np.ndarray:
     """Pairs as complex numbers; always interleaved on the way out, which no dot product notices if q and k do the same."""
     half = x.shape[-1] // 2
     z = x[..., :half] + 1j * x[..., half:] if half_layout else x[..., 0::2] + 1j * x[..., 1::2]
-    z = z * factor * np.exp(1j * angles)
+    z = z * turns
     return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
 
 
@@ -84,26 +93,31 @@ def expanded_logits(c: Config, weights: dict[str, np.ndarray], tokens: np.ndarra
     """One causal forward in float64: MLA with keys and values expanded per head, every expert on every row."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     frequency, factor = plain_frequencies(c)
-    angles = np.arange(len(tokens))[:, None] * frequency
+    turns = factor * np.exp(1j * np.arange(len(tokens))[:, None] * frequency)  # (T,D/2)
+    if c.rope_table_len:
+        turns = (w["rope_cos"] + 1j * w["rope_sin"])[: len(tokens)]
+    seen = np.tri(len(tokens), dtype=bool) & ~np.tri(len(tokens), k=-(c.window or len(tokens)), dtype=bool)
+    bias = {name: w.get(name, 0.0) for p in range(c.layers) for name in (f"{p}.q_a_bias", f"{p}.q_bias", f"{p}.kv_a_bias", f"{p}.o_bias")}
     latent_eps = c.rms_eps if c.latent_eps is None else c.latent_eps
     h = w["embed"][tokens]
     for layer in range(c.layers):
         p = f"{layer}."
         x = rms(h, w[p + "attn_norm"], c.rms_eps)
-        q = rms(x @ w[p + "q_a"], w[p + "q_a_norm"], latent_eps) @ w[p + "q_b"] if c.q_rank else x @ w[p + "q"]
-        kv = x @ w[p + "kv_a"]
+        if c.q_rank:
+            q = rms(x @ w[p + "q_a"] + bias[p + "q_a_bias"], w[p + "q_a_norm"], latent_eps) @ w[p + "q_b"]
+        else:
+            q = x @ w[p + "q"] + bias[p + "q_bias"]
+        kv = x @ w[p + "kv_a"] + bias[p + "kv_a_bias"]
         latent = rms(kv[:, : c.kv_rank], w[p + "kv_a_norm"], latent_eps)
-        k_rope = turn(kv[:, c.kv_rank :], angles, c.rope_layout == "half", factor)
+        k_rope = turn(kv[:, c.kv_rank :], turns, c.rope_layout == "half")
         heads = []
         for head, q_head in enumerate(np.split(q, c.heads, axis=1)):
-            q_head = np.concatenate(
-                [q_head[:, : c.nope_dim], turn(q_head[:, c.nope_dim :], angles, c.rope_layout == "half", factor)], axis=1
-            )
+            q_head = np.concatenate([q_head[:, : c.nope_dim], turn(q_head[:, c.nope_dim :], turns, c.rope_layout == "half")], axis=1)
             k_head = np.concatenate([latent @ w[p + "w_kc"][head].T, k_rope], axis=1)
-            scores = np.where(np.tri(len(tokens), dtype=bool), q_head @ k_head.T * c.softmax_scale, -np.inf)
+            scores = np.where(seen, q_head @ k_head.T * c.softmax_scale, -np.inf)
             power = np.exp(scores - scores.max(axis=1, keepdims=True))
             heads.append(power / power.sum(axis=1, keepdims=True) @ (latent @ w[p + "w_vc"][head]))
-        h = h + np.concatenate(heads, axis=1) @ w[p + "o"]
+        h = h + np.concatenate(heads, axis=1) @ w[p + "o"] + bias[p + "o_bias"]
         x = rms(h, w[p + "ffn_norm"], c.rms_eps)
         if layer < c.first_dense:
             h = h + (silu(x @ w[p + "gate"]) * (x @ w[p + "up"])) @ w[p + "down"]
@@ -123,8 +137,9 @@ def dense_moe(c: Config, w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
         best = [sorted((choice[e] for e in group), reverse=True) for group in groups]
         worth = [b[0] if c.group_score == "max" else sum(b[:2]) for b in best]
         kept = sorted(range(c.groups), key=lambda g, worth=worth: (-worth[g], g))[: c.top_groups]
-        ids = sorted((e for g in kept for e in groups[g]), key=lambda e, choice=choice: (-choice[e], e))[: c.top_k]
-        total = scores[row, ids].sum() + c.denominator_eps if c.norm_top_k else 1.0
+        counts = {e: choice[e] if e // size in kept else 0.0 for e in range(c.experts) if c.group_fill == "zero" or e // size in kept}
+        ids = sorted(counts, key=lambda e, counts=counts: (-counts[e], e))[: c.top_k]
+        total = max(scores[row, ids].sum() + c.denominator_eps, c.denominator_clamp) if c.norm_top_k else 1.0
         share[row, ids] = scores[row, ids] / total * c.routed_scale
     y = np.zeros_like(x)
     for e in range(c.experts):
@@ -456,3 +471,55 @@ def test_yarn_factor_one_is_no_yarn() -> None:
     without = GoldenModel(preset("tiny", yarn=None), weights).sequence_logits(tokens)
     assert np.array_equal(GoldenModel(preset("tiny", yarn=Yarn(factor=1.0, original_len=32)), weights).sequence_logits(tokens), without)
     assert not np.array_equal(model_of("tiny").sequence_logits(tokens), without)
+
+
+# ---- switches and sources of weights --------------------------------------------------------------------------------
+
+
+def test_a_dropped_group_that_counts_as_0_beats_negative_choices() -> None:
+    """Or the switch would say nothing: with a bias of -2 every choice is negative, and the experts differ."""
+    config = CONFIGS["dropped groups count as 0"]
+    weights = random_weights(config, 11)
+    weights |= {f"{layer}.router_bias": weights[f"{layer}.router_bias"] - np.float32(2) for layer in range(config.layers)}
+    tokens = tokens_of(config, 9, "fill")
+    filled = GoldenModel(config, weights).sequence_logits(tokens)
+    dropped = GoldenModel(dataclasses.replace(config, group_fill="-inf"), weights).sequence_logits(tokens)
+    assert np.abs(filled - expanded_logits(config, weights, tokens)).max() <= FLOAT32_NOISE * np.abs(filled).max()
+    assert np.abs(filled - dropped).max() > 0.1
+
+
+@pytest.mark.parametrize("cache_format", ["bfloat16", "float16"])
+def test_a_cache_format_rounds_rows_once_on_entry(cache_format: str) -> None:
+    """In the first layer nothing was rounded before: its rows are those of the float32 cache, rounded."""
+    config, tokens, index = preset("tiny", cache_format=cache_format), tokens_of(CONFIGS["tiny"], 9, "cache"), np.arange(9, dtype=np.int32)
+    rows = Rows(np.zeros_like(index), tokens, index, index - 1)
+    cached = []
+    for model in (model_of("tiny"), GoldenModel(config, random_weights(config, 11))):
+        session = model.open()
+        forward(session, rows)
+        session.commit(0, index)
+        cached.append([session.cache_rows(0, layer) for layer in range(config.layers)])
+    plain, rounded = cached
+    assert np.array_equal(rounded[0], ROUNDED[cache_format](plain[0])) and not np.array_equal(rounded[0], plain[0])
+    assert all(np.array_equal(ROUNDED[cache_format](layer), layer) for layer in rounded)
+
+
+@pytest.mark.parametrize("name", ["tiny", "biases", "tiny-softmax", "small"])
+def test_fetched_weights_give_the_bits_of_kept_ones(name: str) -> None:
+    config, tokens = CONFIGS[name], tokens_of(CONFIGS[name], 9, "fetched")
+    weights, asked = random_weights(config, 11), []
+
+    def provider(tensor: str) -> np.ndarray:
+        asked.append(tensor)
+        stack, _, number = tensor.partition("/")
+        return weights[stack][int(number)] if number else weights[stack]
+
+    fetched = GoldenModel(config, provider, keep=False).sequence_logits(tokens)
+    assert np.array_equal(fetched, model_of(name).sequence_logits(tokens))
+    assert any("/" in tensor for tensor in asked) and not any(tensor.rpartition(".")[2] in EXPERT_STACKS for tensor in asked)
+
+
+def test_a_position_behind_carried_tables_is_refused() -> None:
+    config = preset("tiny", rope_table_len=4)
+    with pytest.raises(RowsError, match="row 0 has position 4, but must be between 0 and 3"):
+        forward(GoldenModel(config, random_weights(config, 1)).open(), chain(0, np.array([1], np.int32), 4))
