@@ -30,8 +30,9 @@ BATCH = {"op": 16, "tree": 16, "session": 8}  # at most; operations share one tr
 BYTES = 8_000  # of entropy per batch, more than any draws (Hypothesis reads 8 KiB at most)
 SESSION_HAZARDS = ("views", "freed", "repeat")  # what the worker does to the arrays of a script
 RELATION_EVERY, RELATION_EVERY_BLIND = 15, 3  # sessions without a relation for each one with: taps prove more, and cost less
+NEEDED_BY = {"fork": frozenset({"fork"}), "evict": frozenset({"evict"}), "orphan": frozenset({"fork", "evict"})}  # capabilities
 SMALL_SHARE = 0.1  # of the trials of a campaign that is known to be at least this long: easy bugs are met small
-SMALL_MAX = 600
+SMALL_MAX = 600  # of the full mix, kind by kind: an engine that does sessions only meets 90 small ones, not 600
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def diet_of(description: Description, *, hazards: bool = True, views: bool = Tru
         samples=sessions and {"generate", "sampling"} <= can,
         op_hazards=tuple(name for name in HAZARDS if views or name != "views") if hazards else (),
         session_hazards=(
-            *(name for name in strategies.PLAN_HAZARDS if name in can or name not in ("fork", "evict")),
+            *(name for name in strategies.PLAN_HAZARDS if NEEDED_BY.get(name, frozenset()) <= can),
             *(SESSION_HAZARDS if hazards else ()),
         ),
         checkpoint=checkpoint,
@@ -143,7 +144,7 @@ class Discovery:
         if not shares:
             raise ValueError("the engine offers neither operations nor sessions: there is nothing to try")
         kind = min(shares, key=lambda name: self.done.get(name, 0) / shares[name])
-        small = self.trials < min(SMALL_MAX, SMALL_SHARE * self.trials_expected)
+        small = self.done.get(kind, 0) < min(SMALL_MAX, SMALL_SHARE * self.trials_expected) * strategies.MIX[kind]
         size = "small" if small else "full"
         test, capture = self._test(kind, size)
         before = self.trials

@@ -25,11 +25,12 @@ from spec.sampling import Sampling, SamplingError
 from spec.script import CacheRows, Commit, Evict, Fork, Forward, Generate, Script, Step, WeightsKey
 from spec.weights import is_large, philox
 
-PLAN_HAZARDS = frozenset({"fork", "evict", "late", "interleaved"})
+PLAN_HAZARDS = frozenset({"fork", "evict", "orphan", "late", "interleaved"})
 """Hazards that are planned here; all others travel to the worker in Script.hazards.
 
-fork: a copy decodes beside its source; evict: a sequence comes back with another prompt; late: the last sequence joins in the first round, its
-prompt in one batch with the trees of the others; interleaved: the rows of a batch take turns among its sequences.
+fork: a copy decodes beside its source; evict: a sequence comes back with another prompt; orphan: the source of a copy does, and the copy must
+outlive it; late: the last sequence joins in the first round, its prompt in one batch with the trees of the others; interleaved: the rows of a
+batch take turns among its sequences.
 """
 
 
@@ -108,10 +109,12 @@ def session_script(case: SessionCase, departures: Sequence[Departure] = (), plan
     planner.prefill(first)
     for number, trees in enumerate(case.rounds):
         planner.round(number, trees)
-        if number == 0 and "fork" in case.hazards:
+        if number == 0 and not {"fork", "orphan"}.isdisjoint(case.hazards):
             planner.fork()
-    if "evict" in case.hazards:
+    if not {"evict", "orphan"}.isdisjoint(case.hazards):
         planner.evict_and_refill()
+    if "orphan" in case.hazards:
+        planner.steps.extend(CacheRows(sequence) for sequence in sorted(planner.lengths))
     if case.generate is not None:
         try:
             planner.steps.append(generate_step(config, case))

@@ -36,7 +36,7 @@ def regions(case: Case) -> set[int]:
     hazards = set(getattr(case, "hazards", ()))
     out = {5} if "views" in hazards else set()
     out |= {6} if hazards & POISON else set()
-    out |= {3} if hazards & {"repeat", "freed", "fork", "evict"} else set()
+    out |= {3} if hazards & {"repeat", "freed", "fork", "evict", "orphan"} else set()
     if isinstance(case, OpCase):
         return out | _of_op(case)
     if isinstance(case, TreeCase):

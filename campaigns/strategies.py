@@ -233,7 +233,7 @@ OVERRIDES: tuple[Bundle, ...] = (
     (("groups", 4), ("top_groups", 2), ("group_fill", "zero")),
     (("vocab", 12),),
 )
-PLAN_HAZARDS = ("fork", "evict", "late", "interleaved")
+PLAN_HAZARDS = ("fork", "evict", "orphan", "late", "interleaved")
 
 
 @cache

@@ -115,6 +115,18 @@ def _special_tokens(config: Config, seed: int, weights: dict[str, Array]) -> Non
     weights["head"] = head
 
 
+def _negative_logits(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """One channel pulls every logit below zero: what an engine adds with a logit of 0, such as padding, is the argmax."""
+    channel = int(philox("negative", seed).integers(config.hidden))
+    table, gain = weights["embed"].copy(), weights["norm"].copy()
+    table[:, channel], gain[channel] = 32, -np.abs(gain[channel]) - 1  # 32: far above what the layers add to the stream
+    weights |= {"embed": table, "norm": gain}
+    if not config.tied:
+        head = weights["head"].copy()
+        head[channel] = 1
+        weights["head"] = head
+
+
 REGIMES: dict[str, Change] = {
     "ordinary": lambda config, seed, weights: None,
     "tied-vocabulary": _tied_vocabulary,
@@ -126,6 +138,7 @@ REGIMES: dict[str, Change] = {
     "hot-expert": _hot_expert,
     "outlier-channel": _outlier_channel,
     "special-tokens": _special_tokens,
+    "negative-logits": _negative_logits,
 }
 
 
