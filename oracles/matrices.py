@@ -7,6 +7,7 @@ nothing: a layer in full width is judged in the memory of one block, and each ex
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from oracles.ball import Arithmetic, Ball, concatenate
 from oracles.ops import matmul, moe, q_absorb
-from spec.weights import Weights
+from spec.weights import Weights, tensor_of
 
 COLUMNS = 1024  # of a fetched matrix at a time: 59 MB in float64 at 7168 rows, and as much for the magnitudes
 
@@ -69,6 +70,7 @@ class Kept:
 class Fetched:
     def __init__(self, weights: Weights, tied: bool) -> None:
         self._weights, self._tied = weights, tied
+        self._slice = partial(tensor_of, weights.__getitem__)
 
     def vector(self, name: str) -> Ball:
         return Ball(self._weights[name])
@@ -94,7 +96,7 @@ class Fetched:
         parts, places = [], []
         for expert in np.unique(flat).tolist():
             at = np.flatnonzero(flat == expert)
-            parts.append(_by_columns(rows[at if by_place else at // ids.shape[1]], self._weights[f"{name}/{expert}"], a, None))
+            parts.append(_by_columns(rows[at if by_place else at // ids.shape[1]], self._slice(f"{name}/{expert}"), a, None))
             places.append(at)
         joined = concatenate(parts, 0)
         return joined[np.argsort(np.concatenate(places))].reshape(*ids.shape, joined.mid.shape[-1])
