@@ -150,7 +150,8 @@ class Sessions:
         """Greedy decoding of one token among equal logits."""
         if "generate" not in self._worker.description.capabilities:
             raise Refused("the engine has no loop of its own to choose tokens")
-        found, lowest, highest = [], [], []
+        found: list[int] = []
+        equal: list[list[int]] = []
         for number in range(8):
             places = np.sort(philox("measure argmax sessions", number).permutation(203)[: 2 + number % 4])
             config = self._config(hidden=64, vocab=203)
@@ -162,9 +163,8 @@ class Sessions:
             if not generations or not generations[0].tokens:
                 raise Refused("the engine's loop emitted nothing")
             found.append(int(generations[0].tokens[0]))
-            lowest.append(int(places[0]))
-            highest.append(int(places[-1]))
-        return [tie_line("argmax ties", found, lowest, highest, "greedy choices among equal logits")]
+            equal.append(places.tolist())
+        return [tie_line("argmax ties", found, equal, "greedy choices among equal logits")]
 
     def invariance_lines(self) -> list[Line]:
         """The logits of one prompt alone and beside three others, and those of a first row with and without rows behind it."""

@@ -23,8 +23,7 @@ def argmax_line(ask: Ask) -> Line:
     """Rows with two to many equal maxima, signed zeros among them."""
     rng = philox("measure argmax")
     found: list[int] = []
-    lowest: list[int] = []
-    highest: list[int] = []
+    equal: list[list[int]] = []
     for width in (5, 37, 1000, 4099, 129_280):  # the last one is a real vocabulary
         logits = rng.standard_normal((12, width)).astype(np.float32)
         for row in range(12):
@@ -33,19 +32,21 @@ def argmax_line(ask: Ask) -> Line:
             if row >= 8:
                 logits[row] = -1
                 logits[row, places] = np.where(np.arange(len(places)) % 2 == row % 2, 0.0, -0.0)
-            lowest.append(int(places[0]))
-            highest.append(int(places[-1]))
+            equal.append(places.tolist())
         found += ask("argmax", {"logits": logits}, {})["ids"].tolist()
-    return tie_line("argmax ties", found, lowest, highest, "rows with several equal maxima, up to 129280 wide")
+    return tie_line("argmax ties", found, equal, "rows with several equal maxima, up to 129280 wide")
 
 
-def tie_line(name: str, found: list[int], lowest: list[int], highest: list[int], what: str) -> Line:
+def tie_line(name: str, found: list[int], equal: list[list[int]], what: str) -> Line:
+    """`equal`: the indices, ascending, that are equally right in each row."""
     text = f"{len(found)} {what}"
-    if found == lowest:
+    if not all(index in places for index, places in zip(found, equal, strict=True)):
+        return unknown(name, f"{text}: some choices are none of the equal ones")
+    if found == [places[0] for places in equal]:
         return sure(name, "lowest", f"{text}: always the lowest index")
-    if found == highest:
+    if found == [places[-1] for places in equal]:
         return sure(name, "highest", f"{text}: always the highest index")
-    return sure(name, "any", f"{text}: the lowest index in {sum(a == b for a, b in zip(found, lowest, strict=True))}")
+    return sure(name, "any", f"{text}: the lowest index in {sum(a == b[0] for a, b in zip(found, equal, strict=True))}")
 
 
 def router_line(ask: Ask) -> Line:
@@ -81,14 +82,21 @@ def router_line(ask: Ask) -> Line:
 
 def candidates_line(ask: Ask) -> Line:
     """Logits on a coarse grid: ids by rank of a depth."""
-    rng = philox("measure candidates")
-    logits = np.rint(2 * rng.standard_normal((48, 61))).astype(np.float32)
+    logits = np.rint(2 * philox("measure candidates").standard_normal((48, 61))).astype(np.float32)
     found = ask("draft_table", {"logits": logits}, {"budget": 12})["ids"]
     lowest = np.argsort(-logits, 1, kind="stable")[:, :12]
     highest = 60 - np.argsort(-logits[:, ::-1], 1, kind="stable")[:, :12]
-    return tie_line(
-        "top-k ties", found.ravel().tolist(), lowest.ravel().tolist(), highest.ravel().tolist(), "candidates of rows with many equal logits"
-    )
+    name, text = "top-k ties", f"{found.size} candidates of rows with many equal logits"
+    inside = np.clip(found, 0, 60)
+    once = (np.diff(np.sort(found, 1), axis=1) > 0).all()
+    best = np.array_equal(np.take_along_axis(logits, inside, 1), np.take_along_axis(logits, lowest, 1))
+    if not (once and best and np.array_equal(inside, found)):
+        return unknown(name, f"{text}: some are not the best ones")
+    if np.array_equal(found, lowest):
+        return sure(name, "lowest", f"{text}: always the lowest index")
+    if np.array_equal(found, highest):
+        return sure(name, "highest", f"{text}: always the highest index")
+    return sure(name, "any", f"{text}: the lowest index in {100 * float((found == lowest).mean()):.0f} %")
 
 
 # ---- the heap of the draft tree ----------------------------------------------------------------------------------------------------------
@@ -120,6 +128,9 @@ def heap_lines(ask: Ask) -> list[Line]:
     if matches:
         ties = sure("heap ties", matches[0], f"{text}: always {matches[0]}")
         ties_of = rules[matches[0]]
+    elif any(not _descends(table, paths) for table, paths in zip(grids, built, strict=True)):
+        text = f"{text}: some are no best-first trees under any rule"
+        return [unknown("heap ties", text), unknown("float32_scores", text)]
     else:
         ties = sure(
             "heap ties",
@@ -164,6 +175,17 @@ def _asked_tree(ask: Ask, table: NDArray[np.float32]) -> list[Path]:
         parent = int(found["parents"][node])
         paths.append((*paths[parent], int(found["tokens"][node])) if 0 <= parent < node else ())
     return paths[1:]
+
+
+def _descends(table: NDArray[np.float32], paths: list[Path]) -> bool:
+    """Distinct paths whose scores, in order, are the best ones."""
+    values = table.astype(np.float64)
+
+    def scores(of: list[Path]) -> list[float]:
+        return [float(sum(values[depth, rank] for depth, rank in enumerate(path))) for path in of]
+
+    legal = all(path and len(path) <= len(values) and min(path) >= 0 and max(path) < values.shape[1] for path in paths)
+    return legal and len(set(paths)) == len(paths) and scores(paths) == scores(tree(table, BUDGET, exact_sum, _by_path))
 
 
 Key = Callable[[Path, int], Any]
