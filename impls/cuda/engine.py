@@ -179,6 +179,7 @@ def _route(call: _Call) -> Outputs:
         call.on["scores"], call.on["bias"], top_k=call.integer("top_k"), groups=call.integer("groups"), top_groups=call.integer("top_groups"),
         group_score_max=bool(call.params["group_score_max"]), norm_top_k=bool(call.params["norm_top_k"]),
         routed_scale=float(call.params["routed_scale"]), denominator_eps=float(call.params["denominator_eps"]),
+        group_fill_zero=bool(call.params.get("group_fill_zero", 0)), denominator_clamp=float(call.params.get("denominator_clamp", 0.0)),
     )  # fmt: skip
     return {"ids": ids, "weights": weights}
 

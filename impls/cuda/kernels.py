@@ -242,7 +242,7 @@ class Kernels:
 
     def route(
         self, scores: Array, bias: Array | None, *, top_k: int, groups: int, top_groups: int, group_score_max: bool, norm_top_k: bool,
-        routed_scale: float, denominator_eps: float,
+        routed_scale: float, denominator_eps: float, group_fill_zero: bool = False, denominator_clamp: float = 0.0,
     ) -> tuple[Array, Array]:  # fmt: skip
         rows, experts = scores.shape
         ids, weights = self.device.empty((rows, top_k), np.int32), self.device.empty((rows, top_k), np.float32)
@@ -250,7 +250,7 @@ class Kernels:
             self.device.launch(
                 "route_f32", (rows,), 32,
                 (scores, bias, ids, weights, experts, top_k, groups, top_groups, int(group_score_max), int(norm_top_k), float(routed_scale),
-                 float(denominator_eps)),
+                 float(denominator_eps), int(group_fill_zero), float(denominator_clamp)),
                 4 * (experts + groups + top_k),
             )  # fmt: skip
         return ids, weights

@@ -48,7 +48,7 @@ def rows_of(sequence: int, tokens: list[int], start: int) -> Rows:
 def test_drawn_sessions_have_no_finding(name: str) -> None:
     bench = Bench(InProcess(engine_on(name)))
 
-    @settings(max_examples=15, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @seed(9)
     @given(session_cases("full"))
     def trial(case: SessionCase) -> None:

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../../native/params.hpp"
+#include "../../native/pointwise.hpp"
 #include "../../native/tensors.hpp"
 #include "../../native/tree.hpp"
 #include "session.hpp"
@@ -138,6 +139,11 @@ paritree_status paritree_open(const paritree_open_args* args, paritree_session**
     if (args->weight == nullptr) unsupported("this engine does not load weights_path: give a weight callback");
     const Params params(args->config);
     const ModelConfig config = read_config(params);
+    // switches of the model that these kernels do not have
+    if (config.window > 0) unsupported("window is ", config.window, ", but this engine sees every key of the prefix");
+    if (config.attention_bias) unsupported("attention_bias is set, but this engine has no biases");
+    if (config.rope_table_len > 0) unsupported("rope_table_len is ", config.rope_table_len, ", but this engine computes its tables");
+    if (config.to_cache != round_nothing) unsupported("cache_format is not float32, but this engine has no other");
     const int64_t cache_slots = params.integer("cache_slots", kCacheSlots);
     if (cache_slots < 1) invalid("cache_slots is ", cache_slots, ", but must be at least 1");
     *session = new paritree_session{{config, args->weight, args->weight_user, cache_slots, precision()}};

@@ -202,7 +202,8 @@ void Device::router_scores(const float* logits, float* out, int64_t rows, int64_
 void Device::route(const float* scores, const float* bias, int32_t* ids, float* weights, int64_t rows, const Route& r) {
   if (rows)
     LAUNCH(route_f32, {rows}, 32, 4 * (r.experts + r.groups + r.top_k), scores, bias, ids, weights, narrow(r.experts), narrow(r.top_k), narrow(r.groups),
-           narrow(r.top_groups), r.group_score_max ? 1 : 0, r.norm_top_k ? 1 : 0, r.routed_scale, r.denominator_eps);
+           narrow(r.top_groups), r.group_score_max ? 1 : 0, r.norm_top_k ? 1 : 0, r.routed_scale, r.denominator_eps, r.group_fill_zero ? 1 : 0,
+           r.denominator_clamp);
 }
 
 void Device::moe_group(const int32_t* ids, int32_t* starts, int32_t* order, int64_t pairs, int64_t experts) {

@@ -58,6 +58,8 @@ class Device {
     int64_t experts, top_k, groups, top_groups;
     bool group_score_max, norm_top_k;
     float routed_scale, denominator_eps;
+    bool group_fill_zero;
+    float denominator_clamp;
   };
   void route(const float* scores, const float* bias, int32_t* ids, float* weights, int64_t rows, const Route& rule);
   void moe_group(const int32_t* ids, int32_t* starts, int32_t* order, int64_t pairs, int64_t experts);

@@ -37,7 +37,7 @@ struct DeviceSession::Order {
 DeviceSession::DeviceSession(const ModelConfig& config, paritree_weight_fn weight, void* user, int64_t cache_slots, Precision precision)
     : config_(config),
       device_(precision),
-      rope_(config.rope),
+      rope_(computed_table(config.rope)),
       store_(device_, config.layers * ((cache_slots + kPageRows - 1) / kPageRows * kPageRows) * config.cache_dim()),
       slots_((cache_slots + kPageRows - 1) / kPageRows * kPageRows) {
   const char* poison = std::getenv("PARITREE_CUDA_POISON");
@@ -173,7 +173,7 @@ void DeviceSession::ensure_positions(int64_t limit) {
   while (count < limit) count *= 2;
   const int64_t half = config_.rope_dim / 2;
   std::vector<float> cos(static_cast<std::size_t>(count * half)), sin(cos.size());
-  for (int64_t p = 0; p < count; ++p) rope_.table(p, cos.data() + p * half, sin.data() + p * half);
+  for (int64_t p = 0; p < count; ++p) rope_(p, cos.data() + p * half, sin.data() + p * half);
   // not through buffer(): tables are kept, and poison would take them
   for (const auto& [name, values] : {std::pair<const char*, const std::vector<float>*>{"cos table", &cos}, {"sin table", &sin}}) {
     Memory<float> memory(device_, count * half);
@@ -512,7 +512,7 @@ void DeviceSession::feed_forward(int64_t rows, const Order* order, int64_t layer
     tap(taps, order, "router_scores", layer, scores, rows, {rows, c.experts});
     device_.route(scores, c.scoring_softmax ? nullptr : of_layer(layer, "router_bias"), ids, weights, rows,
                   {c.experts, chosen, c.route.groups, c.route.top_groups, c.route.group_score_max, c.route.norm_top_k, c.route.routed_scale,
-                   c.route.denominator_eps});
+                   c.route.denominator_eps, c.route.group_fill == 0.0f, c.route.denominator_clamp});
     tap(taps, order, "expert_ids", layer, ids, rows, {rows, chosen});
     tap(taps, order, "expert_weights", layer, weights, rows, {rows, chosen});
     int32_t* starts = buffer<int32_t>("expert starts", c.experts + 1);

@@ -122,7 +122,7 @@ class DeviceSession {
 
   ModelConfig config_;
   Device device_;
-  Rope rope_;
+  RopeTable rope_;
   std::map<std::string, Memory<float>> weights_;
   Memory<float> store_;  // [layers, slots, cache_dim]
   int64_t slots_;
