@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from oracles import sampled
 from oracles.ball import Arithmetic, arithmetic
+from oracles.drafted import judge_drafted
 from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.noise import Rows, noise
 from oracles.ops.best_first_tree import tree_problem
@@ -51,6 +52,10 @@ def judge_generate(
     out = []
     if step.drafter is not None and step.budget > 0:
         out += _judge_rounds(step, generations, number, arithmetic(profile))
+        if not any(generation.rounds for generation in generations) and step.sampling is None:
+            place = {"rung": RUNG, "step": number}
+            fault = judge_drafted(step, [g.tokens for g in generations], answer.drafted, place, arithmetic(profile))
+            out += [fault] if fault is not None else []
     out.append(_judge_lengths(step, generations, number))
     out.append(_judge_tokens(judge, step, generations, number, profile, explain))
     return out

@@ -19,7 +19,7 @@ from campaigns.isolation import validate
 from campaigns.isolation.chain import TreeChain, TreeJob
 from campaigns.isolation.validate import Malformed
 from spec.config import Config
-from spec.engine import Description, Engine, Limits, Rows, SamplingSession, Session, Unsupported
+from spec.engine import Description, Drafter, Engine, Limits, Rows, SamplingSession, Session, Unsupported
 from spec.script import Answer, CacheRows, Commit, Evict, Failure, Fork, Forward, Generate, OpCall, Script, Step, Trace, WeightsKey
 from spec.taps import all_tap_names
 from spec.weights import Array
@@ -35,6 +35,7 @@ Answering = Engine | Any
 """An engine by shape. Everything but `describe` is optional: what is missing is answered by "unsupported"."""
 
 OPENING = -1  # the step number while a session is being opened
+DRAFTED_MAX = 256  # calls of a drafter that are noted per step: four sequences of 64 rounds
 SESSIONS_OPEN = 2  # a campaign alternates between few weight sets; each open session holds one
 
 
@@ -232,6 +233,25 @@ class Sessions:
             _quietly(session)
 
 
+class _Watched:
+    """A drafter that notes the history of each call: a black box shows its rounds by what it asks."""
+
+    def __init__(self, inner: Drafter, calls: list[tuple[int, tuple[int, ...]]]) -> None:
+        self._inner, self._calls = inner, calls
+
+    @property
+    def block_len(self) -> int:
+        return self._inner.block_len
+
+    def draft(self, sequence: int, history: NDArray[np.int32]) -> NDArray[np.float32]:
+        if len(self._calls) < DRAFTED_MAX:
+            self._calls.append((int(sequence), tuple(np.asarray(history).tolist())))
+        return self._inner.draft(sequence, history)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 class _Run:
     """One pass over the steps of a script. `ended`: a step failed in a way that leaves the session's state in doubt."""
 
@@ -273,6 +293,8 @@ class _Run:
                 self._session.fork(source, target)
             case Generate(prompts, drafter, budget, limits, sampling):
                 private = Limits(limits.max_new, limits.stop_tokens)
+                if drafter is not None:
+                    drafter = _Watched(drafter, answer.drafted)
                 with self._lent({str(i): prompt for i, prompt in enumerate(prompts)}) as lent:
                     if sampling is None:
                         value = self._session.generate(list(lent.values()), drafter, budget, private)

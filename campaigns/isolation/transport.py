@@ -312,6 +312,8 @@ def pack_answer(answer: Answer) -> tuple[dict[str, Any], list[NDArray[Any]]]:
         meta["outputs"] = {name: index(array) for name, array in answer.outputs.items()}
     if answer.generations is not None:
         meta["generations"] = [[g.tokens, [[r.tokens, r.parents, r.path, r.bonus] for r in g.rounds]] for g in answer.generations]
+    if answer.drafted:
+        meta["drafted"] = [[sequence, list(history)] for sequence, history in answer.drafted]
     if answer.failure is not None:
         meta["failure"] = pack_failure(answer.failure)
     return meta, arrays
@@ -334,6 +336,7 @@ def unpack_answer(meta: dict[str, Any], arrays: list[NDArray[Any]]) -> Answer:
                 Generation(_ints(tokens), tuple(Round(_ints(t), _ints(p), _ints(path), _int(bonus)) for t, p, path, bonus in rounds))
                 for tokens, rounds in meta["generations"]
             ]
+        answer.drafted = [(_int(sequence), _ints(history)) for sequence, history in meta.get("drafted", [])]
         answer.failure = unpack_failure(meta.get("failure"))
         return answer
 
