@@ -13,6 +13,7 @@ import numpy as np
 
 from impls.checkpoint import Checkpoint
 from spec.config import Config
+from spec.formats import ROUNDED
 from spec.script import WeightsKey
 from spec.weights import Array, FetchedWeights, cheap_tensor, checked, is_large, philox, random_weights
 
@@ -127,6 +128,17 @@ def _negative_logits(config: Config, seed: int, weights: dict[str, Array]) -> No
         weights["head"] = head
 
 
+def _of_format(name: str) -> Change:
+    """Every weight is a number of a 16-bit format, as most checkpoints hold them: exact float32 values, nothing else changes (M11)."""
+
+    def change(config: Config, seed: int, weights: dict[str, Array]) -> None:
+        for tensor, value in weights.items():
+            if not tensor.startswith("rope_"):
+                weights[tensor] = ROUNDED[name](value)
+
+    return change
+
+
 REGIMES: dict[str, Change] = {
     "ordinary": lambda config, seed, weights: None,
     "tied-vocabulary": _tied_vocabulary,
@@ -137,6 +149,8 @@ REGIMES: dict[str, Change] = {
     "cold-router": _cold_router,
     "hot-expert": _hot_expert,
     "outlier-channel": _outlier_channel,
+    "bfloat16-weights": _of_format("bfloat16"),
+    "float16-weights": _of_format("float16"),
     "special-tokens": _special_tokens,
     "negative-logits": _negative_logits,
 }

@@ -106,11 +106,12 @@ def _route(i: Inputs, a: Params) -> Outputs:
         grouped = choice.view(len(choice), groups, -1)
         rank = grouped.amax(-1) if a["group_score_max"] else grouped.topk(2, dim=-1).values.sum(-1)
         kept = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(int(a["top_groups"]), dim=-1).indices, True)
-        choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        choice = grouped.masked_fill(~kept[..., None], 0.0 if a.get("group_fill_zero") else -torch.inf).flatten(1)
     ids = choice.topk(int(a["top_k"]), dim=-1).indices
     weights = scores.gather(1, ids)
     if a["norm_top_k"]:
-        weights = weights / (weights.sum(-1, keepdim=True) + float(a["denominator_eps"]))
+        total = weights.sum(-1, keepdim=True) + float(a["denominator_eps"])
+        weights = weights / total.clamp(min=float(a.get("denominator_clamp", 0.0)))
     return {"ids": ids.int(), "weights": weights * float(a["routed_scale"])}
 
 
