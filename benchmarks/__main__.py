@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MODULES = ("start", "canonical", "judge", "trees", "isolation", "report", "throughput", "lossless", "check")
+MODULES = ("start", "canonical", "judge", "trees", "isolation", "report", "throughput", "lossless", "full_width", "check")
 
 
 def main() -> int:
