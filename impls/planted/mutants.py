@@ -5,7 +5,7 @@ What BUGZOO and DDTREE list and this engine cannot express is in NOT_EXPRESSED, 
 
 from __future__ import annotations
 
-from impls.planted import blocked_attention, blocked_cache, blocked_layers, blocked_process, blocked_profile, blocked_tree
+from impls.planted import blocked_attention, blocked_cache, blocked_layers, blocked_process, blocked_profile, blocked_sampling, blocked_tree
 from impls.planted.planting import OVERRIDES, PLANTS, REGIONS
 
 __all__ = ["NOT_EXPRESSED", "OVERRIDES", "PLANTS", "REGIONS"]
@@ -16,11 +16,11 @@ _FILES = (
     blocked_layers,
     blocked_process,
     blocked_profile,
+    blocked_sampling,
     blocked_tree,
 )  # importing them registers their plants
 
 NOT_EXPRESSED = {
-    "Z21": "needs sampled drafts: the seam decodes greedily",
     "A12": "a session has one softmax scale, so a second call with another scale does not exist",
     "A20": "NumPy carries the strides with the array; a kernel's own stride arguments do not exist here",
     "A21 G01 G10 G11 G12 G16 G18": "no quantised activations",

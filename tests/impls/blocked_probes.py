@@ -17,6 +17,7 @@ from spec.config import Config, Yarn, preset
 from spec.drafters import NoisyTargetDrafter, RandomDrafter, TableDrafter
 from spec.engine import Drafter, EngineError, Int, Limits, Rows
 from spec.formats import packed_int4
+from spec.sampling import Sampling
 from spec.taps import all_tap_names
 from spec.weights import philox, random_weights
 
@@ -149,6 +150,23 @@ def noisy(lengths: tuple[int, ...], acceptance: float = 0.8) -> Drafter:
     return NoisyTargetDrafter(3, streams, lengths, preset("tiny").vocab, 4, acceptance)
 
 
+def sampled(engine: BlockedEngine) -> Answers:
+    """Streams that repeat themselves, so that the tokens of a path matter to its later nodes; and streams of few, nearly equal candidates, so that
+    a draft that is not drawn is not unlikely. Most drafts are accepted."""
+    repeating = Sampling(temperature=0.7, top_k=5, frequency_penalty=-2.0, seed=4)
+    return sampled_by(engine, repeating) | sampled_by(engine, Sampling(temperature=5.0, top_k=4, seed=4))
+
+
+def sampled_by(engine: BlockedEngine, sampling: Sampling) -> Answers:
+    config, lengths = preset("tiny"), (5, 3)
+    prompts = [prompt(config, length, sequence) for sequence, length in enumerate(lengths)]
+    plain = BlockedEngine().open(config, weights_of(config).__getitem__).sample(prompts, None, 0, Limits(24), sampling)
+    streams = tuple((*p.tolist(), *g.tokens) for p, g in zip(prompts, plain, strict=True))
+    drafter = NoisyTargetDrafter(3, streams, lengths, config.vocab, 4, 0.8)
+    out = engine.open(config, weights_of(config).__getitem__).sample(prompts, drafter, 64, Limits(16), sampling)
+    return {f"stream {number} at {sampling.temperature}": (g.tokens, g.rounds) for number, g in enumerate(out)}
+
+
 def stop_token(lengths: tuple[int, ...], index: int) -> tuple[int, ...]:
     """What the golden stream of sequence 0 emits at `index`."""
     return (golden_streams(preset("tiny"), lengths)[0][lengths[0] + index],)
@@ -264,6 +282,8 @@ def repeated(engine: BlockedEngine) -> Answers:
 
 NAN = np.float32(np.nan)
 BETAS = preset("tiny", yarn=Yarn(factor=4.0, original_len=4096, beta_fast=1.0, beta_slow=1.0))
+
+
 def int4_group(engine: BlockedEngine) -> Answers:
     packed, scales = packed_int4(np.arange(-8, 8).repeat(2)[:, None]), f32([[1.5]])
     return op(engine, "int4_matmul", {"out": ((1, 1), "float32")}, {}, x=f32([np.arange(32)]), packed=packed, scales=scales)
@@ -281,6 +301,7 @@ PROBES: dict[str, Callable[[BlockedEngine], Answers]] = {
     "softmax routing": lambda e: session(e, preset("tiny-softmax"), (5, 9), ROUNDS[:1]),
     "betas": lambda e: session(e, BETAS, (7,), ()),
     "fork and evict": fork_and_evict,
+    "sampled": sampled,
     "generate": lambda e: generate(e, (5, 3), Limits(12), noisy((5, 3))),
     "generate alone": lambda e: generate(e, (5,), Limits(12), RandomDrafter(5, 96, 4)),
     "stop in a path": lambda e: generate(e, (5,), Limits(12, stop_token((5,), 2)), noisy((5,), 1.0)),

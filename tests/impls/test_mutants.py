@@ -21,7 +21,7 @@ import pytest
 from campaigns.case import SessionCase
 from impls.blocked import engine
 from impls.blocked.points import HONEST, PointError, with_overrides
-from impls.planted.mutants import NOT_EXPRESSED, OVERRIDES, PLANTS, REGIONS
+from impls.planted.mutants import OVERRIDES, PLANTS, REGIONS
 from tests.impls.blocked_judging import judged_session
 from tests.impls.blocked_probes import PROBES, Answers, same
 
@@ -83,6 +83,7 @@ TRIGGERS = {
     "4096 terms": "tf32-large",
     "mask of 40": "A11 B17 C03 tree15 tree46 bit-order B03 H22",
     "repeated": "race",
+    "sampled": "tree17 tree50 path-unseen Z21",
 }
 TRIGGER_OF = {name: probe for probe, names in TRIGGERS.items() for name in names.split()}
 
@@ -215,7 +216,7 @@ def test_records_name_a_public_source_and_known_regions() -> None:
 
 def test_the_forty_mutations_are_planted_or_said_to_be_impossible() -> None:
     missing = [name for name in (f"Z{number:02d}" for number in range(1, 41)) if name not in PLANTS]
-    assert missing == ["Z21"] and "Z21" in NOT_EXPRESSED
+    assert missing == []
 
 
 def test_plants_are_short() -> None:
