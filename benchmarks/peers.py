@@ -182,8 +182,8 @@ def _one(
     errors = _logit_errors(script, trace.answers, judge)
     for rung, cell in cells.items():
         own = {(j.tap, j.layer): j for j in judgements if j.rung == rung}
-        if not own or any(j.verdict is Verdict.UNSUPPORTED for j in judgements if j.rung == rung):
-            continue  # refused is no trial of this rung
+        if not own:
+            continue
         cell.trials += 1
         rows, error = errors.get(rung, (0, 0.0))
         cell.rows += rows
@@ -280,7 +280,8 @@ def page(results: dict[str, Any]) -> str:
         "Measured by `python -m benchmarks.peers`; this page is generated from `benchmarks/results/peers.json`. Every engine computes in float32 on the CPU",
         "and is judged, operation by operation, within the certified bound of its profile. *error*: the largest difference of a logit from the golden one.",
         "*share*: the largest share of a bound that was used. *ops*: how the operations of the model were checked: locally (from the engine's own inputs), by",
-        "region (bounds composed over operations that the engine does not show), UNVERIFIED (the composed bound was too wide to prove anything).",
+        "region (bounds composed over operations that the engine does not show), UNVERIFIED (the composed bound was too wide to prove anything, or the",
+        "engine refused the step: mlx-lm takes no branching trees).",
         "Sessions have prompts of 1 to 17 tokens, decode and tree rounds with commits, forks and evictions; weights also in the regimes tied experts,",
         "negative routing bias, large scores, tiny latents, outlier channel (logits in the thousands where embeddings are tied), hot expert.",
         "What these engines do wrong outside of such sessions is listed in [found.md](found.md).",
