@@ -202,7 +202,9 @@ def _redo_dots(y: Wide, a: Wide, b: Float, at: Index) -> Float:
     rows = np.broadcast_to(a, (*y.shape[:-1], a.shape[-1]))
     columns = np.swapaxes(np.broadcast_to(b, (*y.shape[:-2], *b.shape[-2:])), -1, -2)
     if len(at[0]) * a.shape[-1] > REFINE_MIN:
-        bound = (np.abs(a) @ np.abs(b).astype(np.float64))[at] * (a.shape[-1] + 6) * UNIT64 * SLACK
+        wanted, column = np.unique(at[-1], return_inverse=True)  # not all of b: in float64 a matrix of a large model is gigabytes
+        magnitude = np.abs(a) @ np.abs(b[..., wanted]).astype(np.float64)
+        bound = magnitude[(*at[:-1], column)] * (a.shape[-1] + 6) * UNIT64 * SLACK
         return _settle(y[at], bound, 1.0, lambda part: _exact_dots(rows, columns, tuple(axis[part[0]] for axis in at)))
     return _exact_dots(rows, columns, at)
 
