@@ -3,7 +3,8 @@
 Each preset is a run of its own of `paritree check native --preset NAME`: one sequence, one prefilled and one decoded token, every tap of
 the layer compared over all its columns (the judge is fast enough, so that none is sampled). Memory is the largest sum, over samples
 0.1 s apart, of the resident set sizes of the command and all its children; pages that they share count several times, so that it is an
-upper bound. Seconds are wall time; processor seconds say what a machine without other load would take. Targets: 6 GB and 180 s.
+upper bound. Seconds are wall time; processor seconds are those of the judge's side, whose processes the command waits for: the rest is other load,
+and the engine in its worker. Targets: 6 GB and 180 s.
 Writes results/full_width.json.
 """
 
@@ -92,7 +93,10 @@ def main() -> int:
         rows.append(row)
         peak = row["peak_rss_bytes"]
         met = peak < TARGET_BYTES and row["seconds"] < TARGET_S and not row["findings"]
-        print(f"{preset}: {row['seconds']} s ({row['processor_s']} s of processor time), {peak / 1e9:.2f} GB, {row['findings']} findings: {'met' if met else 'MISSED'}", flush=True)
+        print(
+            f"{preset}: {row['seconds']} s ({row['processor_s']} s of processor time), {peak / 1e9:.2f} GB, {row['findings']} findings: {'met' if met else 'MISSED'}",
+            flush=True,
+        )
     body = {
         "command": "python -m benchmarks.full_width",
         "machine": machine(),
