@@ -190,7 +190,13 @@ def nightly_sample(options: Options, seconds: float, library: Sequence[Plant]) -
     began = time.monotonic()
     with Store.create_or_open(options.store) as store:
         known = store.arrow("mutation").to_pandas()
-        row = {"purpose": "mutation", "command": options.command, "seed": str(options.seed), "budget": f"{seconds:.0f} s", "machine": machine()}
+        row = {
+            "purpose": "mutation",
+            "command": options.command,
+            "seed": str(options.seed),
+            "budget": f"{seconds:.0f} s",
+            "machine": machine(),
+        }
         run_id = store.start_run(row)
         measured_before = len(known[~known["benign"].astype(bool)]) if len(known) else 0
         scores: list[Score] = []
@@ -201,7 +207,11 @@ def nightly_sample(options: Options, seconds: float, library: Sequence[Plant]) -
                     break
                 plant = library[(measured_before + number) % len(library)]
                 each = dataclasses.replace(
-                    options, seconds=min(SAMPLE_SEARCH_S, left / 2), trials=10**9, minimise=True, minimise_seconds=min(SAMPLE_MINIMISE_S, left / 2)
+                    options,
+                    seconds=min(SAMPLE_SEARCH_S, left / 2),
+                    trials=10**9,
+                    minimise=True,
+                    minimise_seconds=min(SAMPLE_MINIMISE_S, left / 2),
                 )
                 try:
                     score = measured(plant, run_id, each)

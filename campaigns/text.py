@@ -31,7 +31,9 @@ def decode(tokens: Int) -> str:
 
 def names() -> tuple[str, ...]:
     """The shipped texts, in a fixed order."""
-    return tuple(sorted(entry.name.removesuffix(".txt") for entry in files("campaigns").joinpath("texts").iterdir() if entry.name.endswith(".txt")))
+    return tuple(
+        sorted(entry.name.removesuffix(".txt") for entry in files("campaigns").joinpath("texts").iterdir() if entry.name.endswith(".txt"))
+    )
 
 
 def read(name: str) -> str:

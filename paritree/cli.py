@@ -158,7 +158,9 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
     sub.add_argument("dump", help="safetensors file with inputs.NAME and outputs.NAME; with --battery also FINDING, capsule or case file")
     sub.add_argument("--battery", action="store_true", help="the same arrays under fixed rules in use elsewhere, beside our verdict")
     sub.add_argument("--engine", default="", help="with --battery: another engine than the recorded one")
-    sub.add_argument("--store", default=defaults.get("store", DEFAULT_STORE), metavar="DIR", help="with --battery: of the finding (%(default)s)")
+    sub.add_argument(
+        "--store", default=defaults.get("store", DEFAULT_STORE), metavar="DIR", help="with --battery: of the finding (%(default)s)"
+    )
     sub.add_argument("--op", default="", help="operation (or metadata `op` of the file)")
     sub.add_argument("--profile", default="", help="declared arithmetic (float32-any-order)")
     sub.add_argument("--param", action="append", default=[], metavar="KEY=VALUE", help="parameter of the operation")
@@ -191,14 +193,18 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
     sub.add_argument("stores", nargs="+", metavar="STORE")
     sub.add_argument("--into", required=True, metavar="STORE", help="a new folder")
 
-    sub = command("vectors", vectors, "no Python in my engine: golden vectors as plain files, and what an engine wrote for them", store=False)
+    sub = command(
+        "vectors", vectors, "no Python in my engine: golden vectors as plain files, and what an engine wrote for them", store=False
+    )
     sub.add_argument("action", choices=["export", "check"], help="write a suite, or judge the outputs for one (docs/vectors.md)")
     sub.add_argument("folder", metavar="DIR", help="of the suite")
     sub.add_argument("--suite", default="small", help="export: which (%(default)s)")
     sub.add_argument("--outputs", default="", metavar="DIR", help="check: what the engine wrote (DIR/outputs)")
     sub.add_argument("--profile", default="", help="check: declared arithmetic (that of engine.json, or of the suite)")
 
-    sub = command("profile", profile, "propose the profile of an engine by probing its arithmetic, each line with how sure it is", store=False)
+    sub = command(
+        "profile", profile, "propose the profile of an engine by probing its arithmetic, each line with how sure it is", store=False
+    )
     sub.add_argument("action", choices=["measure"], help="ask the engine")
     sub.add_argument("engine", metavar="ENGINE", help="name, PATH.so or MODULE:CLASS")
 
@@ -574,7 +580,8 @@ def bisect(options: Options) -> int:
     if options.json:
         print(
             json.dumps(
-                bisect_module.bisect_column(location) | {"stations": bisect_module.trace_column(location), "first_bad_build": first_bad, "hint": hint}
+                bisect_module.bisect_column(location)
+                | {"stations": bisect_module.trace_column(location), "first_bad_build": first_bad, "hint": hint}
             )
         )
     else:

@@ -350,7 +350,11 @@ def print_measured(measured: Measured, *, as_json: bool) -> int:
     for line in wrong:
         print(f"declares {line.name} {shown(getattr(declared, line.name))}, behaves like {shown(line.value)}: {line.evidence}")
     fields = {name: value for name, value in dataclasses.asdict(measured.profile).items() if value != getattr(type(declared)(), name)}
-    print("proposed: Profile(" + ", ".join(f"{name}={shown(value) if isinstance(value, float) else repr(value)}" for name, value in fields.items()) + ")")
+    print(
+        "proposed: Profile("
+        + ", ".join(f"{name}={shown(value) if isinstance(value, float) else repr(value)}" for name, value in fields.items())
+        + ")"
+    )
     return code
 
 

@@ -22,7 +22,13 @@ from spec.config import PRESETS
 from spec.engine import Description
 
 EVERYTHING = Diet(
-    ops=tuple(OP_SHAPES), trees=True, sessions=True, loops=True, op_hazards=("poison", "views"), session_hazards=("fork", "evict"), samples=True
+    ops=tuple(OP_SHAPES),
+    trees=True,
+    sessions=True,
+    loops=True,
+    op_hazards=("poison", "views"),
+    session_hazards=("fork", "evict"),
+    samples=True,
 )
 
 
