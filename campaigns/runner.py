@@ -197,10 +197,11 @@ def check_engine(engine: str, run_id: str, options: Options, progress: Progress 
                     },
                 )
             elif kind == "finding":
-                known = event["finding_id"] in result.findings
-                result.findings.setdefault(event["finding_id"], dict(event))
-                if not known:
+                held = result.findings.get(event["finding_id"])
+                if held is None:
                     progress(engine, event)
+                if held is None or (event["minimise"] and not held["minimise"]):  # now it has a case that fails on its own
+                    result.findings[event["finding_id"]] = dict(event)
                     if event["minimise"]:
                         waiting.append(event)
             elif kind == "discovered":

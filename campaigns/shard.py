@@ -35,6 +35,7 @@ from reports.store import fingerprint as store_fingerprint
 
 EVENT_EVERY_S = 0.5
 HISTORY = 48  # cases kept, to tell a failure that needs earlier cases from a flaky one
+ALONE_TRIES = 60  # later cases with the fingerprint of a finding that needed its history, until one fails on its own
 REPLAYS = 3  # in a fresh worker, before a new finding is believed; more are made by `nightly`
 HANGS_MAX = 3  # of one op or kind, each costs a deadline; then it is left out of the diet
 SAMPLE = 200  # one trial in this many keeps its case line in the store although nothing is wrong
@@ -86,6 +87,7 @@ class Shard:
         self.writer = self.store.writer(job["run_id"], job["writer"])
         self.known: dict[Fingerprint, str] = {}
         self.earlier = self._known_minima()
+        self.leaning: dict[Fingerprint, int] = {}  # findings that needed their history -> tries left to meet a case that fails alone
         self.late_hits: collections.Counter[Fingerprint] = collections.Counter()
         self.history: collections.deque[Case] = collections.deque(maxlen=HISTORY)
         self.hangs: collections.Counter[str] = collections.Counter()
@@ -141,7 +143,7 @@ class Shard:
                 discovery.diet = self.without_hanging(discovery.diet)
                 if not discovery.diet.shares():
                     break
-            if self.job.get("stop_at_first") and self.known:
+            if self.job.get("stop_at_first") and self.known.keys() - self.leaning.keys():
                 break
             if time.monotonic() - said > EVENT_EVERY_S:
                 said = time.monotonic()
@@ -190,7 +192,7 @@ class Shard:
             self.hangs[case.op if isinstance(case, OpCase) else kind_of(case)] += 1
         if found[0] in self.known:
             self.late_hits[found[0]] += 1
-            return False
+            return self._may_stand_alone(found[0])
         if found[0] in self.earlier:
             row = self.earlier[found[0]]
             self.known[found[0]] = str(row["finding_id"])
@@ -203,13 +205,25 @@ class Shard:
         self.known[found[0]] = ""
         return True
 
+    def _may_stand_alone(self, print_: Fingerprint) -> bool:
+        """Whether a case with a known fingerprint is worth a replay: so far that finding shows only after earlier cases."""
+        left = self.leaning.get(print_, 0)
+        if left:
+            self.leaning[print_] = left - 1
+        return left > 0
+
     def announce(self, fresh: Fresh, seconds: float) -> None:
-        """Believe a new finding only after replays in fresh workers; store it; tell the runner."""
+        """Believe a new finding only after replays in fresh workers; store it; tell the runner.
+
+        A finding that needs its history is stored as it is, and looked out for: a case that fails on its own takes its place.
+        """
         outcome = fresh.outcome
         found = fingerprint.first(self.name, list(outcome.judgements))
         assert found is not None
         met, judgement = found
         print_ = met
+        if met in self.leaning and not replay.fails_again(self.supervisor, outcome.case, met):
+            return
         reproduced, note = self.believed(outcome.case, print_)
         if note == "flaky":
             judgement = _flaky(judgement, reproduced)
@@ -220,6 +234,26 @@ class Shard:
         name, status = self.store.report_finding(finding)
         self.store.update_finding(name, {"replay": replay_command(self.engine, self.job["store"], name)})
         self.known[print_] = self.known[met] = name
+        if note == "needs history":
+            self.leaning.setdefault(met, ALONE_TRIES)
+        elif self.leaning.pop(met, None) is not None and note == "":
+            own = (
+                "layer",
+                "step",
+                "token",
+                "index",
+                "found",
+                "expected",
+                "bound",
+                "share",
+                "message",
+                "case",
+                "case_id",
+                "nodes",
+                "reproduced",
+                "attempts",
+            )
+            self.store.update_finding(name, {key: finding[key] for key in own})
         if self.first_finding_s < 0:
             self.first_finding_s = seconds
         self.say(
