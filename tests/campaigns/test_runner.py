@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -118,6 +119,17 @@ def test_a_failure_that_needs_an_earlier_case_is_said_to(tmp_path: Path, toy: Pa
     notes = {finding["note"] for finding in result.findings.values()}
     assert notes == {"needs history"}
     assert all(not finding.get("minimal") for finding in result.findings.values())
+
+
+def test_a_case_that_fails_alone_takes_the_place_of_one_that_needs_its_history(tmp_path: Path, toy: Path) -> None:
+    (toy / "wrong").write_text("second call, or narrow")
+    notes: list[str] = []
+    _, (result,) = check([ENGINE], options(tmp_path, trials=400), lambda engine, event: notes.append(event.get("note", "")))
+    (finding,) = result.findings.values()
+    assert (finding["note"], finding["minimal"]) == ("", True)
+    with Store.create_or_open(tmp_path / "store", readonly=True) as store:
+        (row,) = store.findings()
+    assert dict(json.loads(row["case"])["dims"])["N"] < 5
 
 
 def test_an_engine_that_cannot_be_loaded_ends_the_run_and_the_store_says_error(tmp_path: Path) -> None:
