@@ -2,6 +2,7 @@
 
     golden, blocked, native        ours
     blocked:Z08, native:mask-tile  ours with a plant or a benign variant
+    cuda, cuda:bf16, cuda:emulated our CUDA kernels through CuPy; emulated: the same device code on the CPU
     blind+blocked:Z08              any of these as a black box: logits and tokens only (impls/blind.py)
     transformers, llama.cpp, mlx, torch-ops, command:LINE, http://...   engines that nobody here wrote (impls/peers)
     mine                           an entry point of the group `paritree.engines`
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from impls import peers
 from impls.native.adapter import EngineLoadError
-from spec.engine import Engine
+from spec.engine import Engine, Unsupported
 
 __all__ = ["EngineLoadError", "UnknownEngine", "known_engines", "prepare", "resolve"]
 
@@ -45,6 +46,8 @@ def resolve(spec: str) -> Engine:
     name, _, variant = spec.partition(":")
     if name in _OWN:
         return _OWN[name](variant or None)
+    if name == "cuda":
+        return _cuda(variant or None)
     if name in peers.NAMES:
         return _peer(name, variant or None)
     if os.sep in spec or spec.endswith(LIBRARY_SUFFIXES):
@@ -109,6 +112,24 @@ def _native(variant: str | None) -> Engine:
     from impls.native.adapter import load_library
 
     return load_library(_built(variant), name=f"native:{variant}" if variant else None)
+
+
+def _cuda(variant: str | None) -> Engine:
+    """Not among the known engines: most machines have no device for it."""
+    from impls.cuda import engine
+    from impls.native.build import BuildError
+
+    try:
+        return engine.engine(variant)
+    except LookupError as problem:
+        raise UnknownEngine(str(problem.args[0])) from None
+    except (ImportError, Unsupported, BuildError) as problem:
+        raise EngineLoadError(
+            "cuda",
+            str(problem),
+            "CuPy and a CUDA device are needed",
+            "install the extra cuda13 or cuda12; `cuda:emulated` runs the same kernels on the CPU",
+        ) from None
 
 
 def _built(variant: str | None) -> Path:

@@ -181,3 +181,14 @@ def test_a_session_of_the_specification_opens_from_a_provider() -> None:
     config = preset("tiny")
     session = GoldenEngine().open(config, random_weights(config, 0).__getitem__)
     assert session.model.config == config
+
+
+def test_the_cuda_engine_is_named_and_says_what_it_needs() -> None:
+    with pytest.raises(UnknownEngine, match="there is no plant 'nothing'"):
+        resolve("cuda:nothing")
+    try:
+        engine = resolve("cuda")
+    except EngineLoadError as problem:
+        assert "cuda:emulated" in str(problem)
+    else:
+        assert engine.describe().name == "cuda"
