@@ -29,7 +29,7 @@ class Engine:
         if os.path.exists(SWITCH):
             with open(SWITCH) as switch:
                 mode = switch.read().strip()
-        narrow = inputs["a"].shape[-1] < 5
+        narrow = outputs["out"].shape[-1] < 5
         if mode == "wrong" or (mode.startswith("second call") and self.calls > 1) or (mode == "second call, or narrow" and narrow):
             outputs["out"][..., -1] += 1
         if mode == "crash":
