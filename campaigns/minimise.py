@@ -26,7 +26,7 @@ HANG_DEADLINE_S = 0.5  # ten times the longest step of a small case; a hang that
 SECONDS = 60.0  # per finding; CAMPAIGNS 1.5: 140 checks in the median, 323 at most
 
 
-CHECKS_MAX = 120  # runs of the engine per finding; what is left after that is smaller numbers, not a smaller tree
+CHECKS_MAX = 300  # runs of the engine per finding; the median needs 80, a tree that must keep two rounds over 200
 SHRINK_CHECKS_MAX = 40  # of these, for Hypothesis: it finds the guilty case of a batch and its rough size
 
 

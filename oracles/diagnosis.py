@@ -37,6 +37,8 @@ def refine(
         return _position(judgement, walked, name, near, values, failing, row)
     if name == "probs":
         return _weights(judgement, walked, near, values, row, index)
+    if name == "scores" and values[index] == -np.inf and walked.history.visible[row][index[2]]:
+        return _hidden(judgement, walked, row, index[2])
     if name == "scores":
         return _moved_keys(judgement, walked, near, values, row)
     if name in REGION and not walked.has("probs", layer):
@@ -77,6 +79,12 @@ def within(found: Wide, ball: Ball) -> bool:
     rad = 0.0 if ball.rad is None else ball.rad
     with np.errstate(invalid="ignore"):
         return bool((np.abs(found - ball.mid) <= rad).all())
+
+
+def _hidden(judgement: Judgement, walked: Walked, row: int, key: int) -> Judgement:
+    """C3: a score of -inf is how a mask is written, so that it is the softmax's decision on what the row sees, and not a wrong product."""
+    told = _told(judgement, "C3", f"the row must see {key_name(walked, row, key)}", "softmax")
+    return dataclasses.replace(told, verdict=Verdict.DEFECT, tap="probs")
 
 
 def _weights(

@@ -188,6 +188,19 @@ def test_a_weight_on_an_unseen_key_breaks_c3(value: float) -> None:
     assert found.verdict is (Verdict.DEFECT if value == value else Verdict.NONFINITE)
 
 
+def test_a_score_of_minus_infinity_on_a_seen_key_is_a_mask_and_breaks_c3() -> None:
+    script, trace = honest()
+    step = first_step(script, "tree")
+    column = sees(script, step, 2)[0]
+
+    def change(answers: list[Answer]) -> None:
+        answers[step].taps["scores", 1][2, 1, column] = -np.inf
+
+    found = findings(judge_of().judge(script, altered(trace, change)))[0]
+    assert (found.verdict, found.op, found.tap, found.rule) == (Verdict.DEFECT, "softmax", "probs", "C3")
+    assert (found.layer, found.index) == (1, (2, 1, column))
+
+
 def test_a_weight_in_the_padding_breaks_c3() -> None:
     script, trace = honest()
     step = first_step(script, "tree")
