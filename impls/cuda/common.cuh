@@ -110,6 +110,14 @@ PARITREE_INLINE bool sees(const unsigned* mask_row, int prefix_len, int key) {
     return (mask_row[j >> 5] >> (j & 31)) & 1u;
 }
 
+// Where `prefix_at` is given, the prefix is as long as it says on the device and `keys` moves with it: a captured graph then serves every length
+// up to those that its launch was made for.
+PARITREE_INLINE void on_device(const int* prefix_at, int& prefix_len, int& keys) {
+    if (prefix_at == nullptr) return;
+    keys += *prefix_at - prefix_len;
+    prefix_len = *prefix_at;
+}
+
 // Whether a tile may hold this key. `seen`: bits of the keys that some row sees, null: all. A slot that no row sees may hold NaN, and a
 // matrix product would carry it into every row, as 0 * NaN is NaN.
 PARITREE_INLINE bool is_read(const unsigned* seen, int prefix_len, int key) { return seen == nullptr || sees(seen, prefix_len, key); }

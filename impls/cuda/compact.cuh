@@ -17,8 +17,9 @@ extern "C" __global__ void compact_copy(const float* cache, const int* path, flo
 
 // grid (ceil(width / 64), layers), block 64; `kept` points to the number of rows on the device, so that no host has to know it.
 extern "C" __global__ void compact_layers(unsigned* cache, long long layer_stride, const int* pages, int page_size, const int* path, const int* kept,
-                                          int prefix_len, int width) {
+                                          int prefix_len, int width, const int* prefix_at) {
     constexpr int BATCH = 8;
+    if (prefix_at != nullptr) prefix_len = *prefix_at;
     const int column = blockIdx.x * blockDim.x + threadIdx.x, rows = *kept;
     if (column >= width) return;
     unsigned* layer = cache + blockIdx.y * layer_stride;

@@ -203,7 +203,7 @@ class Kernels:
         if self.plain or (kv_rank, width) != (TILED_RANK, TILED_WIDTH):
             self.device.launch(
                 "tree_attention_plain_bf16" if narrow else "tree_attention_plain_f32", (rows * heads,), 128,
-                (q, cache, table, size, bits, words, heads, kv_rank, width, prefix_len, keys, float(scale), out),
+                (q, cache, table, size, bits, words, heads, kv_rank, width, prefix_len, keys, float(scale), out, None),
                 4 * (width + 128 + 4),
             )  # fmt: skip
             return out
@@ -216,7 +216,7 @@ class Kernels:
         kernel, shared_bytes = self.mma_form if narrow else self.float32_form
         self.device.launch(
             kernel, (-(-query_rows // TILED_ROWS), splits), 256,
-            (q, cache, table, size, bits, words, seen, heads, query_rows, prefix_len, keys, per_split, float(scale), out, part_out, part_stat),
+            (q, cache, table, size, bits, words, seen, heads, query_rows, prefix_len, keys, per_split, float(scale), out, part_out, part_stat, None),
             shared_bytes,
         )  # fmt: skip
         if splits > 1:
@@ -333,7 +333,7 @@ class Kernels:
             depth_max * width if frontier + 4 * depth_max * width <= SHARED_PORTABLE - 1024 else 0
         )  # the kernel's own variables: below 1 KiB
         self.device.launch(
-            "best_first_tree", (1,), 256, (ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, count, status, held),
+            "best_first_tree", (1,), 256, (ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, count, status, held, None),
             frontier + 4 * held,
         )  # fmt: skip
         return tokens, parents, depths, count
@@ -347,7 +347,9 @@ class Kernels:
         positions, bits = self.device.empty((rows,), np.int32), self.device.empty((rows, words), np.uint32)
         visible = self.device.empty((rows, prefix_len + rows), np.uint8) if with_bytes else None
         if rows:
-            self.device.launch("tree_mask", (rows,), 128, (parents, count, rows, prefix_len, positions, bits, visible, status), 4 * words)
+            self.device.launch(
+                "tree_mask", (rows,), 128, (parents, count, rows, prefix_len, positions, bits, visible, status, None), 4 * words
+            )
         return positions, bits, visible
 
     def accept(
@@ -375,7 +377,10 @@ class Kernels:
         layers, slots, width = store.shape
         table, size = (None, 1) if pages is None else (pages.table, pages.size)
         self.device.launch(
-            "compact_layers", (-(-width // 64), layers), 64, (store, np.int64(slots * width), table, size, path, kept, prefix_len, width)
+            "compact_layers",
+            (-(-width // 64), layers),
+            64,
+            (store, np.int64(slots * width), table, size, path, kept, prefix_len, width, None),
         )
 
     def _over(self, kernel: str, count: int, arguments: tuple[object, ...]) -> None:

@@ -345,8 +345,9 @@ PARITREE_INLINE int pop_units(const Build& build, unsigned long long* memory, co
 // tokens, parents, depths [budget + 1], count [1]; ids and log_probs [depth_max, width].
 extern "C" __global__ void __launch_bounds__(256)
 best_first_tree(const int* ids, const float* log_probs, int depth_max, int width, int budget, int root, int* tokens, int* parents, int* depths,
-                int* count, int* status, int held) {
+                int* count, int* status, int held, const int* root_at) {
     using namespace paritree;
+    if (root_at != nullptr) root = *root_at;
     using namespace paritree::tree;
     PARITREE_SHARED(unsigned long long, memory);
     __shared__ int widths[DEPTH_MAX + 1];  // finite candidates of a depth; 0 past the last one
@@ -427,8 +428,9 @@ best_first_tree(const int* ids, const float* log_probs, int depth_max, int width
 // [rows, prefix_len + rows] bytes, or null. Rows past *count (padding, C4) see themselves only; count may be null. status null: any forest.
 // Dynamic shared memory: ceil(rows / 32) words.
 extern "C" __global__ void tree_mask(const int* parents, const int* count, int rows, int prefix_len, int* positions, unsigned* bits,
-                                     unsigned char* visible, int* status) {
+                                     unsigned char* visible, int* status, const int* prefix_at) {
     using namespace paritree;
+    if (prefix_at != nullptr) prefix_len = *prefix_at;
     PARITREE_SHARED(unsigned, row_bits);
     const int words = (rows + 31) / 32, row = blockIdx.x;
     for (int w = threadIdx.x; w < words; w += blockDim.x) row_bits[w] = 0;

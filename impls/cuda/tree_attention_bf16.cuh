@@ -240,13 +240,16 @@ PARITREE_INLINE void tree_attention_mma(const unsigned short* query, const unsig
 
 extern "C" __global__ void __launch_bounds__(128)
 tree_attention_plain_bf16(const unsigned short* query, const unsigned short* cache, const int* pages, int page_size, const unsigned* mask, int mask_words,
-                          int heads, int kv_rank, int width, int prefix_len, int keys, float scale, float* out) {
+                          int heads, int kv_rank, int width, int prefix_len, int keys, float scale, float* out, const int* prefix_at) {
+    paritree::on_device(prefix_at, prefix_len, keys);
     paritree::tree_attention_plain(query, cache, pages, page_size, mask, mask_words, heads, kv_rank, width, prefix_len, keys, scale, out);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
 tree_attention_mma_bf16(const unsigned short* query, const unsigned short* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, const unsigned* seen,
-                        int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat) {
+                        int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat,
+                        const int* prefix_at) {
+    paritree::on_device(prefix_at, prefix_len, keys);
     paritree::tree_attention_mma<16>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
                                      part_out, part_stat);
 }
@@ -254,7 +257,8 @@ tree_attention_mma_bf16(const unsigned short* query, const unsigned short* cache
 extern "C" __global__ void __launch_bounds__(256, 1)
 tree_attention_mma32_bf16(const unsigned short* query, const unsigned short* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, const unsigned* seen,
                           int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out,
-                          float* part_stat) {
+                          float* part_stat, const int* prefix_at) {
+    paritree::on_device(prefix_at, prefix_len, keys);
     paritree::tree_attention_mma<32>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
                                      part_out, part_stat);
 }

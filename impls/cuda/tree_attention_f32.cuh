@@ -337,20 +337,25 @@ PARITREE_INLINE void tree_attention_merge(const float* part_out, const float* pa
 
 extern "C" __global__ void __launch_bounds__(128)
 tree_attention_plain_f32(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, int heads,
-                         int kv_rank, int width, int prefix_len, int keys, float scale, float* out) {
+                         int kv_rank, int width, int prefix_len, int keys, float scale, float* out, const int* prefix_at) {
+    paritree::on_device(prefix_at, prefix_len, keys);
     paritree::tree_attention_plain(query, cache, pages, page_size, mask, mask_words, heads, kv_rank, width, prefix_len, keys, scale, out);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
 tree_attention_tiled_f32(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, const unsigned* seen, int heads,
-                         int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat) {
+                         int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat,
+                         const int* prefix_at) {
+    paritree::on_device(prefix_at, prefix_len, keys);
     paritree::tree_attention_tiled<false>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
                                    part_out, part_stat);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
 tree_attention_resident_f32(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, const unsigned* seen, int heads,
-                         int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat) {
+                         int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat,
+                         const int* prefix_at) {
+    paritree::on_device(prefix_at, prefix_len, keys);
     paritree::tree_attention_tiled<true>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
                                    part_out, part_stat);
 }

@@ -126,8 +126,9 @@ PARITREE_INLINE void show_to_tensor_cores() { asm volatile("fence.proxy.async.sh
 extern "C" __global__ void __launch_bounds__(256, 1)
 tree_attention_wgmma_bf16(const unsigned short* query, const unsigned short* cache, const int* pages, int page_size, const unsigned* mask, int mask_words,
                           const unsigned* seen, int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out,
-                          float* part_out, float* part_stat) {
+                          float* part_out, float* part_stat, const int* prefix_at) {
     using namespace paritree;
+    on_device(prefix_at, prefix_len, keys);
     using namespace paritree::wgmma_tile;
     PARITREE_SHARED(unsigned char, memory);
     unsigned char* aligned = memory + (1024 - reinterpret_cast<unsigned long long>(memory) % 1024) % 1024;

@@ -13,10 +13,11 @@ void check(cublasStatus_t status, const char* what) {
 
 }  // namespace
 
-void* cublas_open(void* stream) {
+void* cublas_open(void* stream, void* workspace) {
   cublasHandle_t handle = nullptr;
   check(cublasCreate(&handle), "cublasCreate");
   check(cublasSetStream(handle, static_cast<cudaStream_t>(stream)), "cublasSetStream");
+  check(cublasSetWorkspace(handle, workspace, static_cast<std::size_t>(kCublasWorkspace)), "cublasSetWorkspace");  // after the stream, which resets it
   check(cublasSetMathMode(handle, CUBLAS_PEDANTIC_MATH), "cublasSetMathMode");
   return handle;
 }

@@ -8,8 +8,11 @@
 #include "launch.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <vector>
 
 #ifndef PARITREE_NO_CUBLAS
 #include "cublas_gemm.hpp"
@@ -41,12 +44,21 @@ struct Grid {
 
 #ifdef PARITREE_EMULATOR
 
+// A capture keeps the arguments by value and runs nothing, as on a GPU: what is stale there is stale here.
+thread_local std::vector<std::function<void()>>* recording = nullptr;
+
+void run_or_record(std::function<void()> work) {
+  if (recording != nullptr) recording->push_back(std::move(work));
+  else work();
+}
+
 template <class... Params, class... Args>
 void launch(const char* name, void (*kernel)(Params...), Grid grid, unsigned threads, int64_t shared_bytes, void*, Args... args) {
-  auto body = [&] { kernel(static_cast<Params>(args)...); };
-  const char* problem = paritree_emulator::run(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z), threads,
-                                               static_cast<unsigned>(shared_bytes), body);
-  if (problem != nullptr) failed(name, ": ", problem);
+  run_or_record([=] {
+    const char* problem = paritree_emulator::run(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z), threads,
+                                                 static_cast<unsigned>(shared_bytes), [&] { kernel(static_cast<Params>(args)...); });
+    if (problem != nullptr) failed(name, ": ", problem);
+  });
 }
 
 #else
@@ -68,7 +80,20 @@ void launch(const char* name, void (*kernel)(Params...), Grid grid, unsigned thr
 
 #define LAUNCH(kernel, grid, threads, shared_bytes, ...) launch(#kernel, kernel, Grid grid, threads, shared_bytes, stream_, __VA_ARGS__)
 
+class Capturing {
+ public:
+  explicit Capturing(bool& flag) : flag_(flag) { flag_ = true; }
+  ~Capturing() { flag_ = false; }
+
+ private:
+  bool& flag_;
+};
+
 }  // namespace
+
+void Device::refuse_in_capture(const char* what) const {
+  if (capturing_) failed(what, " was asked for while a graph is captured");
+}
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
@@ -79,6 +104,7 @@ Device::Device(Precision precision) : processors_(4), precision_(precision) {
 }
 Device::~Device() = default;
 void* Device::allocate(int64_t bytes) {
+  refuse_in_capture("memory");
   void* memory = std::aligned_alloc(256, round_up(bytes, 256));
   if (memory == nullptr) throw std::bad_alloc();
   std::memset(memory, 0xff, round_up(bytes, 256));
@@ -86,17 +112,52 @@ void* Device::allocate(int64_t bytes) {
 }
 void Device::release(void* memory) { std::free(memory); }
 void Device::copy_in(void* target, const void* host, int64_t bytes) {
+  refuse_in_capture("a copy from the host");
   if (bytes) std::memcpy(target, host, static_cast<std::size_t>(bytes));
 }
-void Device::copy_out(void* host, const void* source, int64_t bytes) { copy_in(host, source, bytes); }
-void Device::fill(void* target, int byte, int64_t bytes) { std::memset(target, byte, static_cast<std::size_t>(bytes)); }
+void Device::copy_out(void* host, const void* source, int64_t bytes) {
+  refuse_in_capture("a copy to the host");
+  if (bytes) std::memcpy(host, source, static_cast<std::size_t>(bytes));
+}
+void Device::fill(void* target, int byte, int64_t bytes) {
+  run_or_record([=] { std::memset(target, byte, static_cast<std::size_t>(bytes)); });
+}
 void Device::fill_rows(void* target, int64_t pitch_bytes, int byte, int64_t width_bytes, int64_t rows) {
   for (int64_t row = 0; row < rows; ++row) fill(static_cast<char*>(target) + row * pitch_bytes, byte, width_bytes);
 }
 void Device::copy_rows(void* target, const void* source, int64_t pitch_bytes, int64_t width_bytes, int64_t rows) {
-  for (int64_t row = 0; row < rows; ++row) copy_in(static_cast<char*>(target) + row * pitch_bytes, static_cast<const char*>(source) + row * pitch_bytes, width_bytes);
+  run_or_record([=] {
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(static_cast<char*>(target) + row * pitch_bytes, static_cast<const char*>(source) + row * pitch_bytes, static_cast<std::size_t>(width_bytes));
+  });
 }
-void Device::synchronise() {}
+void Device::synchronise() { refuse_in_capture("a wait"); }
+
+class Graph {
+ public:
+  std::vector<std::function<void()>> work;
+};
+GraphPointer Device::captured(const std::function<void()>& body) {
+  GraphPointer graph(new Graph);
+  const Capturing mark(capturing_);
+  recording = &graph->work;
+  try {
+    body();
+  } catch (...) {
+    recording = nullptr;
+    throw;
+  }
+  recording = nullptr;
+  return graph;
+}
+void Device::replay(const Graph& graph) {
+  for (const std::function<void()>& work : graph.work) work();
+}
+namespace {
+std::chrono::steady_clock::time_point emulated_start;  // of one measurement at a time
+}
+void Device::begin_timing() { emulated_start = std::chrono::steady_clock::now(); }
+double Device::end_timing() { return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - emulated_start).count(); }
 
 #else
 
@@ -110,26 +171,33 @@ Device::Device(Precision precision) : precision_(precision) {
 #ifdef PARITREE_NO_CUBLAS
   if (precision != Precision::float32) unsupported("this library was built without cuBLAS, and its own products are float32");
 #else
-  blas_ = cublas_open(stream_);
+  blas_workspace_ = allocate(kCublasWorkspace);
+  blas_ = cublas_open(stream_, blas_workspace_);
 #endif
 }
 Device::~Device() {
 #ifndef PARITREE_NO_CUBLAS
   if (blas_ != nullptr) cublas_close(blas_);
+  if (blas_workspace_ != nullptr) cudaFree(blas_workspace_);
 #endif
+  for (void* time : times_)
+    if (time != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(time));
   cudaStreamDestroy(static_cast<cudaStream_t>(stream_));
 }
 void* Device::allocate(int64_t bytes) {
+  refuse_in_capture("memory");
   void* memory = nullptr;
   check(cudaMalloc(&memory, static_cast<std::size_t>(std::max<int64_t>(bytes, 256))), "cudaMalloc");
   return memory;
 }
 void Device::release(void* memory) { cudaFree(memory); }
 void Device::copy_in(void* target, const void* host, int64_t bytes) {
+  refuse_in_capture("a copy from the host");
   // pageable memory: the runtime has staged the source when the call returns
   if (bytes) check(cudaMemcpyAsync(target, host, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream_)), "copy to the device");
 }
 void Device::copy_out(void* host, const void* source, int64_t bytes) {
+  refuse_in_capture("a copy to the host");
   if (bytes) check(cudaMemcpyAsync(host, source, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream_)), "copy to the host");
   synchronise();
 }
@@ -146,9 +214,57 @@ void Device::copy_rows(void* target, const void* source, int64_t pitch_bytes, in
                           static_cast<std::size_t>(rows), cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream_)),
         "cudaMemcpy2DAsync");
 }
-void Device::synchronise() { check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream_)), "the work of the stream"); }
+void Device::synchronise() {
+  refuse_in_capture("a wait");
+  check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream_)), "the work of the stream");
+}
+
+class Graph {
+ public:
+  cudaGraphExec_t executable = nullptr;
+  ~Graph() {
+    if (executable != nullptr) cudaGraphExecDestroy(executable);
+  }
+};
+GraphPointer Device::captured(const std::function<void()>& body) {
+  GraphPointer graph(new Graph);
+  const Capturing mark(capturing_);
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_);
+  cudaGraph_t recorded = nullptr;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  try {
+    body();
+  } catch (...) {
+    cudaStreamEndCapture(stream, &recorded);
+    if (recorded != nullptr) cudaGraphDestroy(recorded);
+    throw;
+  }
+  check(cudaStreamEndCapture(stream, &recorded), "cudaStreamEndCapture");
+  const cudaError_t status = cudaGraphInstantiate(&graph->executable, recorded, 0);
+  cudaGraphDestroy(recorded);
+  check(status, "cudaGraphInstantiate");
+  return graph;
+}
+void Device::replay(const Graph& graph) { check(cudaGraphLaunch(graph.executable, static_cast<cudaStream_t>(stream_)), "cudaGraphLaunch"); }
+void Device::begin_timing() {
+  for (void*& time : times_) {
+    cudaEvent_t event = nullptr;
+    if (time == nullptr) check(cudaEventCreate(&event), "cudaEventCreate");
+    if (time == nullptr) time = event;
+  }
+  check(cudaEventRecord(static_cast<cudaEvent_t>(times_[0]), static_cast<cudaStream_t>(stream_)), "cudaEventRecord");
+}
+double Device::end_timing() {
+  float milliseconds = 0.0f;
+  check(cudaEventRecord(static_cast<cudaEvent_t>(times_[1]), static_cast<cudaStream_t>(stream_)), "cudaEventRecord");
+  synchronise();
+  check(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(times_[0]), static_cast<cudaEvent_t>(times_[1])), "cudaEventElapsedTime");
+  return 1e3 * milliseconds;
+}
 
 #endif
+
+void GraphDelete::operator()(Graph* graph) const { delete graph; }
 
 // ---- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -242,7 +358,7 @@ void Device::tree_attention(const Attention& a, float* workspace) {
   if (a.rows == 0) return;
   if (!is_tiled(a.kv_rank, a.width)) {
     LAUNCH(tree_attention_plain_f32, (Grid{a.rows * a.heads}), 128, 4 * (a.width + 132), a.query, a.cache, a.pages.table, a.pages.size, a.bits, narrow(a.words),
-           narrow(a.heads), narrow(a.kv_rank), narrow(a.width), narrow(a.prefix_len), narrow(a.keys), a.scale, a.out);
+           narrow(a.heads), narrow(a.kv_rank), narrow(a.width), narrow(a.prefix_len), narrow(a.keys), a.scale, a.out, a.prefix_at);
     return;
   }
   const int64_t query_rows = a.rows * a.heads;
@@ -251,7 +367,7 @@ void Device::tree_attention(const Attention& a, float* workspace) {
   float* part_stat = splits > 1 ? workspace + splits * query_rows * a.kv_rank : nullptr;
   LAUNCH(tree_attention_tiled_f32, (Grid{parts(query_rows, kTiledRows), splits}), 256, tiled_f32::SHARED_BYTES, a.query, a.cache, a.pages.table, a.pages.size,
          a.bits, narrow(a.words), static_cast<const unsigned*>(nullptr), narrow(a.heads), narrow(query_rows), narrow(a.prefix_len), narrow(a.keys),
-         narrow(each), a.scale, a.out, part_out, part_stat);
+         narrow(each), a.scale, a.out, part_out, part_stat, a.prefix_at);
   if (splits > 1)
     LAUNCH(tree_attention_merge_f32, {query_rows}, 128, 0, part_out, part_stat, narrow(splits), narrow(query_rows), narrow(a.kv_rank), a.out);
 }
@@ -281,20 +397,21 @@ void Device::draft_table(const float* logits, int32_t* ids, float* log_probs, in
   LAUNCH(draft_finish, {depths}, 1024, 8 * kDraftSort, parts_of, found, counts, ids, log_probs, narrow(blocks), narrow(vocab), narrow(width));
 }
 
-void Device::best_first_tree(const int32_t* ids, const float* log_probs, int64_t depths, int64_t width, int64_t budget, int32_t root, int32_t* tokens,
+void Device::best_first_tree(const int32_t* ids, const float* log_probs, int64_t depths, int64_t width, int64_t budget, const int32_t* root_at, int32_t* tokens,
                              int32_t* parents, int32_t* node_depths, int32_t* count, int32_t* status) {
   if (budget > kBudgetMax || depths > kDepthMax)
     unsupported("T5: budget ", budget, " and ", depths, " depths are asked for, but these kernels hold ", kBudgetMax, " and ", kDepthMax);
   const int64_t frontier = int64_t{72} * round_up(budget + 1, 32), table = 4 * depths * width;
   const bool fits = frontier + table <= kSharedPortable - 1024;  // the kernel's own variables: below 1 KiB
-  LAUNCH(::best_first_tree, {1}, 256, frontier + (fits ? table : 0), ids, log_probs, narrow(depths), narrow(width), narrow(budget), root, tokens, parents,
-         node_depths, count, status, fits ? narrow(depths * width) : 0);
+  LAUNCH(::best_first_tree, {1}, 256, frontier + (fits ? table : 0), ids, log_probs, narrow(depths), narrow(width), narrow(budget), 0, tokens, parents,
+         node_depths, count, status, fits ? narrow(depths * width) : 0, root_at);
 }
 
-void Device::tree_mask(const int32_t* parents, const int32_t* count, int64_t rows, int64_t prefix_len, int32_t* positions, uint32_t* bits) {
+void Device::tree_mask(const int32_t* parents, const int32_t* count, int64_t rows, int64_t prefix_len, const int32_t* prefix_at, int32_t* positions,
+                       uint32_t* bits) {
   if (rows)
     LAUNCH(::tree_mask, {rows}, 128, 4 * parts(rows, 32), parents, count, narrow(rows), narrow(prefix_len), positions, bits,
-           static_cast<unsigned char*>(nullptr), static_cast<int*>(nullptr));
+           static_cast<unsigned char*>(nullptr), static_cast<int*>(nullptr), prefix_at);
 }
 
 void Device::accept(const int32_t* tokens, const int32_t* parents, const int32_t* target, const int32_t* count, int64_t rows, int32_t* path, int32_t* length,
@@ -302,10 +419,10 @@ void Device::accept(const int32_t* tokens, const int32_t* parents, const int32_t
   LAUNCH(accept_greedy, {1}, std::min(1024u, round_up(rows, 32)), 4 * rows, tokens, parents, target, count, narrow(rows), 0, path, length, bonus, status);
 }
 
-void Device::compact(float* store, int64_t layer_stride, Pages pages, const int32_t* path, const int32_t* kept, int64_t prefix_len, int64_t width,
-                     int64_t layers) {
+void Device::compact(float* store, int64_t layer_stride, Pages pages, const int32_t* path, const int32_t* kept, int64_t prefix_len, const int32_t* prefix_at,
+                     int64_t width, int64_t layers) {
   LAUNCH(compact_layers, (Grid{parts(width, 64), layers}), 64, 0, reinterpret_cast<unsigned*>(store), static_cast<long long>(layer_stride), pages.table,
-         pages.size, path, kept, narrow(prefix_len), narrow(width));
+         pages.size, path, kept, narrow(prefix_len), narrow(width), prefix_at);
 }
 
 }  // namespace paritree::cuda

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 
 #include "../../native/common.hpp"
 
@@ -17,6 +19,14 @@ struct Pages {
   const int32_t* table = nullptr;  // on the device; null: contiguous
   int size = 1;
 };
+
+// Work of the stream that was recorded once: launches, fills and copies on the device with the arguments that they had. What the arguments
+// point to is read at each replay.
+class Graph;
+struct GraphDelete {
+  void operator()(Graph* graph) const;
+};
+using GraphPointer = std::unique_ptr<Graph, GraphDelete>;
 
 // One stream, its cuBLAS handle where there is cuBLAS, and the properties of the device. Not copied, not shared by threads.
 class Device {
@@ -34,6 +44,13 @@ class Device {
   void fill_rows(void* target, int64_t pitch_bytes, int byte, int64_t width_bytes, int64_t rows);
   void copy_rows(void* target, const void* source, int64_t pitch_bytes, int64_t width_bytes, int64_t rows);
   void synchronise();
+
+  // Records what `body` asks for instead of running it. Inside, memory may not be taken, nothing may come from or go to the host, and nothing waits.
+  GraphPointer captured(const std::function<void()>& body);
+  void replay(const Graph& graph);
+  // Microseconds of the device between two calls; `end_timing` waits.
+  void begin_timing();
+  double end_timing();
 
   void gather(const float* table, const int32_t* ids, float* out, int64_t rows, int64_t width);
   void scatter(const float* rows, const int32_t* slots, float* out, int64_t count, int64_t width);
@@ -71,7 +88,8 @@ class Device {
     const float* cache;  // slots of one layer
     Pages pages;
     const uint32_t* bits;
-    int64_t words, rows, heads, kv_rank, width, prefix_len, keys;
+    int64_t words, rows, heads, kv_rank, width, prefix_len, keys;  // the largest, where prefix_at is given
+    const int32_t* prefix_at;  // on the device: the length of the prefix; null: prefix_len
     float scale;
     float* out;  // [rows, heads, kv_rank]
   };
@@ -81,16 +99,23 @@ class Device {
   // Workspaces of draft_table: counters [depths * 4097] words, parts [depths * ceil(vocab / 4096) * 2] floats, candidates [depths * vocab].
   void draft_table(const float* logits, int32_t* ids, float* log_probs, int32_t* status, uint32_t* counters, float* parts, uint64_t* candidates,
                    int64_t depths, int64_t vocab, int64_t width);
-  void best_first_tree(const int32_t* ids, const float* log_probs, int64_t depths, int64_t width, int64_t budget, int32_t root, int32_t* tokens,
+  void best_first_tree(const int32_t* ids, const float* log_probs, int64_t depths, int64_t width, int64_t budget, const int32_t* root_at, int32_t* tokens,
                        int32_t* parents, int32_t* node_depths, int32_t* count, int32_t* status);
-  void tree_mask(const int32_t* parents, const int32_t* count, int64_t rows, int64_t prefix_len, int32_t* positions, uint32_t* bits);
+  // `prefix_at`, `root_at`: on the device. tree_mask and compact take prefix_len where prefix_at is null.
+  void tree_mask(const int32_t* parents, const int32_t* count, int64_t rows, int64_t prefix_len, const int32_t* prefix_at, int32_t* positions, uint32_t* bits);
   void accept(const int32_t* tokens, const int32_t* parents, const int32_t* target, const int32_t* count, int64_t rows, int32_t* path, int32_t* length,
               int32_t* bonus, int32_t* status);
-  void compact(float* store, int64_t layer_stride, Pages pages, const int32_t* path, const int32_t* kept, int64_t prefix_len, int64_t width, int64_t layers);
+  void compact(float* store, int64_t layer_stride, Pages pages, const int32_t* path, const int32_t* kept, int64_t prefix_len, const int32_t* prefix_at,
+               int64_t width, int64_t layers);
 
  private:
+  void refuse_in_capture(const char* what) const;
+
   void* stream_ = nullptr;
   void* blas_ = nullptr;
+  void* blas_workspace_ = nullptr;
+  void* times_[2] = {nullptr, nullptr};  // events
+  bool capturing_ = false;
   int processors_ = 1;
   Precision precision_;
 };

@@ -16,6 +16,8 @@ constexpr int64_t kFirstPositions = 256;
 
 int64_t words_for(int64_t rows) { return (rows + 31) / 32; }
 
+bool is_set(const char* word) { return word != nullptr && *word != '\0' && *word != '0'; }
+
 }  // namespace
 
 // Rows of a batch, sorted by sequence: `batch[i]` is where row i of the sorted order stands in the caller's batch.
@@ -40,8 +42,8 @@ DeviceSession::DeviceSession(const ModelConfig& config, paritree_weight_fn weigh
       rope_(computed_table(config.rope)),
       store_(device_, config.layers * ((cache_slots + kPageRows - 1) / kPageRows * kPageRows) * config.cache_dim()),
       slots_((cache_slots + kPageRows - 1) / kPageRows * kPageRows) {
-  const char* poison = std::getenv("PARITREE_CUDA_POISON");
-  poison_ = poison != nullptr && *poison != '\0' && *poison != '0';
+  poison_ = is_set(std::getenv("PARITREE_CUDA_POISON"));
+  graphs_ = is_set(std::getenv("PARITREE_CUDA_GRAPH"));
   device_.fill(store_.data(), 0xff, store_.count() * 4);
   // neither pages nor slots follow logical order: odd pages upwards, then even ones downwards, taken from the end
   const int32_t pages = static_cast<int32_t>(slots_ / kPageRows);
@@ -113,6 +115,7 @@ T* DeviceSession::buffer(const std::string& name, int64_t count) {
   } else if (found->second.count() < bytes) {
     device_.synchronise();  // the old memory may still be in use
     found->second = Memory<char>(device_, std::max(bytes, 2 * found->second.count()));
+    rounds_.clear();  // they hold the old address
   }
   Memory<char>& memory = buffers_.at(name);
   if (poison_) device_.fill(memory.data(), 0xff, memory.count());
@@ -182,6 +185,7 @@ void DeviceSession::ensure_positions(int64_t limit) {
     weights_.erase(name);
     weights_.emplace(name, std::move(memory));
   }
+  rounds_.clear();  // they hold the old tables
   positions_ = count;
 }
 
@@ -198,7 +202,7 @@ void DeviceSession::commit(int32_t sequence, const int32_t* path, int64_t path_c
     device_.copy_in(on_device, path, path_count * 4);
     device_.copy_in(on_device + path_count, &kept, 4);
     device_.compact(store_.data(), slots_ * config_.cache_dim(), {page_table(sequence, 0), static_cast<int>(kPageRows)}, on_device, on_device + path_count,
-                    of.committed, config_.cache_dim(), config_.layers);
+                    of.committed, nullptr, config_.cache_dim(), config_.layers);
     device_.synchronise();
   }
   of.committed += path_count;
@@ -284,7 +288,7 @@ Plan DeviceSession::plan_host(const BatchRows& rows, Order& order) {
     }
     of.pending = size;
     of.parents.clear();
-    plan.spans.push_back({static_cast<int64_t>(order.batch.size()), size, prefix, nullptr, nullptr, words_for(size)});
+    plan.spans.push_back({static_cast<int64_t>(order.batch.size()), size, prefix, nullptr, nullptr, nullptr, words_for(size)});
     for (int64_t i = 0; i < size; ++i) {
       const std::size_t row = static_cast<std::size_t>(own[static_cast<std::size_t>(i)]);
       local[row] = static_cast<int32_t>(i);
@@ -314,7 +318,7 @@ Plan DeviceSession::plan_host(const BatchRows& rows, Order& order) {
     Span& span = plan.spans[number++];
     span.pages = page_table(sequence, 0);
     span.bits = bits;
-    device_.tree_mask(parents_on_device + span.first, nullptr, span.rows, span.prefix_len, depths + span.first, bits);
+    device_.tree_mask(parents_on_device + span.first, nullptr, span.rows, span.prefix_len, nullptr, depths + span.first, bits);
     bits += span.rows * span.words;
   }
   return plan;
@@ -464,7 +468,7 @@ void DeviceSession::attention(const Plan& plan, const Order* order, int64_t laye
   float* work = workspace ? buffer<float>("attention workspace", workspace) : nullptr;
   for (const Span& span : plan.spans) {
     device_.tree_attention({query + span.first * heads * width, layer_store, {span.pages, static_cast<int>(kPageRows)}, span.bits, span.words, span.rows, heads,
-                            rank, width, span.prefix_len, span.prefix_len + span.rows, c.softmax_scale, o_latent + span.first * heads * rank},
+                            rank, width, span.prefix_len, span.prefix_len + span.rows, span.prefix_at, c.softmax_scale, o_latent + span.first * heads * rank},
                            work);
   }
   tap(taps, order, "o_latent", layer, o_latent, rows, {rows, heads, rank});
@@ -545,57 +549,102 @@ void DeviceSession::feed_forward(int64_t rows, const Order* order, int64_t layer
 
 // ---- a round of draft trees ------------------------------------------------------------------------------------------
 
-std::vector<DeviceSession::Outcome> DeviceSession::tree_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget) {
-  const int64_t nodes = budget + 1, count = static_cast<int64_t>(drafts.size()), vocab = config_.vocab, width = std::min(budget, vocab), rows = nodes * count;
-  const int64_t words = words_for(nodes);
-  // what every stream gets back, in one piece: tokens, parents, path [nodes]; count, length, bonus
-  const int64_t record = 3 * nodes + 3;
-  int32_t* records = buffer<int32_t>("round", count * record);
-  int32_t* depths = buffer<int32_t>("round depths", rows);
-  int32_t* plan_words = buffer<int32_t>("round plan", 3 * rows);
-  int32_t* status = buffer<int32_t>("status", 1);
-  uint32_t* bits = buffer<uint32_t>("round bits", rows * words);
-  float* logits = buffer<float>("draft logits", count * block_len * vocab);
-  int32_t* ids = buffer<int32_t>("draft ids", block_len * width);
-  float* log_probs = buffer<float>("draft log_probs", block_len * width);
-  uint32_t* counters = buffer<uint32_t>("draft counters", block_len * 4097);
-  float* parts = buffer<float>("draft parts", block_len * ((vocab + 4095) / 4096) * 2);
-  uint64_t* candidates = buffer<uint64_t>("draft candidates", block_len * vocab);
-  device_.fill(status, 0, 4);
+// Lengths in steps of a quarter of their power of two, at least 64: a stream of n rows needs about 4 log2(n / 256) graphs, and the keys that are
+// split over the device are at most a quarter too many.
+static int64_t keys_bucket(int64_t keys) {
+  int64_t step = 64;
+  while (8 * step <= keys) step *= 2;
+  return (keys + step - 1) / step * step;
+}
 
-  Plan plan;
-  plan.rows = rows;
-  plan.tokens = plan_words;
-  plan.slots = plan_words + rows;
-  plan.positions = plan_words + 2 * rows;
-  std::vector<int32_t> slots;
-  int64_t furthest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const Draft& draft = drafts[static_cast<std::size_t>(i)];
+std::vector<DeviceSession::Outcome> DeviceSession::tree_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget) {
+  const Round round = prepare_round(drafts, block_len, budget);
+  run_round(round);
+  return finish_round(round, drafts);
+}
+
+DeviceSession::Round DeviceSession::prepare_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget) {
+  const int64_t streams = static_cast<int64_t>(drafts.size()), nodes = budget + 1, vocab = config_.vocab;
+  int64_t longest = 0;
+  for (const Draft& draft : drafts) {
     const int64_t prefix = committed(draft.sequence);
     drop_pending(draft.sequence);
-    Sequence& of = sequences_[draft.sequence];
-    resize_pages(of, prefix + nodes);
-    furthest = std::max(furthest, prefix + block_len + 1);
-    for (int64_t node = 0; node < nodes; ++node) {
-      const int64_t slot = prefix + node;
-      slots.push_back(of.pages[static_cast<std::size_t>(slot / kPageRows)] * static_cast<int32_t>(kPageRows) + static_cast<int32_t>(slot % kPageRows));
-    }
+    resize_pages(sequences_[draft.sequence], prefix + nodes);
+    longest = std::max(longest, prefix);
   }
-  ensure_positions(furthest);
-  device_.copy_in(plan_words + rows, slots.data(), rows * 4);
-  for (int64_t i = 0; i < count; ++i) {
+  Round round;
+  round.shape = {streams, block_len, budget, keys_bucket(longest + nodes)};
+  ensure_positions(round.shape.keys + block_len + 1);
+  const int64_t pages = (round.shape.keys + kPageRows - 1) / kPageRows;
+  std::vector<int32_t> inputs(static_cast<std::size_t>(streams * (2 + nodes + pages)), 0);
+  int32_t *root = inputs.data(), *prefix_of = root + streams, *slot_of = prefix_of + streams, *page_of = slot_of + streams * nodes;
+  for (int64_t i = 0; i < streams; ++i) {
     const Draft& draft = drafts[static_cast<std::size_t>(i)];
-    const int64_t prefix = committed(draft.sequence);
-    int32_t* own = records + i * record;
-    int32_t *tokens = own, *parents = own + nodes, *found = own + 3 * nodes;
-    float* own_logits = logits + i * block_len * vocab;
-    device_.copy_in(own_logits, draft.logits, block_len * vocab * 4);
-    device_.draft_table(own_logits, ids, log_probs, status, counters, parts, candidates, block_len, vocab, width);
-    device_.best_first_tree(ids, log_probs, block_len, width, budget, draft.root, tokens, parents, depths + i * nodes, found, status);
-    device_.tree_mask(parents, found, nodes, prefix, plan_words + 2 * rows + i * nodes, bits + i * nodes * words);
-    device_.copy_rows(plan_words + i * nodes, tokens, nodes * 4, nodes * 4, 1);
-    plan.spans.push_back({i * nodes, nodes, prefix, page_table(draft.sequence, 0), bits + i * nodes * words, words});
+    const Sequence& of = known(draft.sequence);
+    const int64_t prefix = of.committed;
+    root[i] = draft.root;
+    prefix_of[i] = static_cast<int32_t>(prefix);
+    std::copy(of.pages.begin(), of.pages.end(), page_of + i * pages);
+    for (int64_t slot = prefix; slot < prefix + nodes; ++slot)
+      *slot_of++ = of.pages[static_cast<std::size_t>(slot / kPageRows)] * static_cast<int32_t>(kPageRows) + static_cast<int32_t>(slot % kPageRows);
+  }
+  int32_t* on_device = buffer<int32_t>("round inputs", static_cast<int64_t>(inputs.size()));
+  round.roots = on_device;
+  round.prefixes = round.roots + streams;
+  round.slots = round.prefixes + streams;
+  round.pages = round.slots + streams * nodes;
+  round.logits = buffer<float>("draft logits", streams * block_len * vocab);
+  round.records = buffer<int32_t>("round records", streams * round.record() + 1);
+  device_.copy_in(on_device, inputs.data(), static_cast<int64_t>(inputs.size()) * 4);
+  for (int64_t i = 0; i < streams; ++i)
+    device_.copy_in(round.logits + i * block_len * vocab, drafts[static_cast<std::size_t>(i)].logits, block_len * vocab * 4);
+  return round;
+}
+
+void DeviceSession::run_round(const Round& round) {
+  if (!graphs_) return launch_round(round);
+  Recorded& recorded = rounds_[round.shape];
+  if (recorded.graph == nullptr) {
+    if (recorded.runs++ == 0) {  // every buffer gets its size, and cuBLAS its kernels
+      launch_round(round);
+      return;
+    }
+    recorded.graph = device_.captured([&] { launch_round(round); });
+  }
+  device_.replay(*recorded.graph);
+  ++replays_;
+}
+
+// Launches only: what differs from round to round stands behind the pointers of `round`.
+void DeviceSession::launch_round(const Round& round) {
+  const RoundShape& shape = round.shape;
+  const int64_t nodes = shape.nodes(), streams = shape.streams, rows = nodes * streams, vocab = config_.vocab, width = std::min(shape.budget, vocab);
+  const int64_t words = words_for(nodes), depth_max = shape.block_len, pages = (shape.keys + kPageRows - 1) / kPageRows;
+  int32_t* tokens = buffer<int32_t>("round tokens", rows);
+  int32_t* positions = buffer<int32_t>("round positions", rows);
+  int32_t* depths = buffer<int32_t>("round depths", rows);
+  uint32_t* bits = buffer<uint32_t>("round bits", rows * words);
+  int32_t* ids = buffer<int32_t>("draft ids", depth_max * width);
+  float* log_probs = buffer<float>("draft log_probs", depth_max * width);
+  uint32_t* counters = buffer<uint32_t>("draft counters", depth_max * 4097);
+  float* parts = buffer<float>("draft parts", depth_max * ((vocab + 4095) / 4096) * 2);
+  uint64_t* candidates = buffer<uint64_t>("draft candidates", depth_max * vocab);
+  device_.fill(round.status(), 0, 4);
+  Plan plan;
+  plan.rows = rows;
+  plan.tokens = tokens;
+  plan.slots = round.slots;
+  plan.positions = positions;
+  for (int64_t i = 0; i < streams; ++i) {
+    int32_t* own = round.records + i * round.record();
+    int32_t *own_tokens = own, *own_parents = own + nodes, *found = own + 3 * nodes;
+    uint32_t* own_bits = bits + i * nodes * words;
+    const int32_t* prefix_at = round.prefixes + i;
+    device_.draft_table(round.logits + i * depth_max * vocab, ids, log_probs, round.status(), counters, parts, candidates, depth_max, vocab, width);
+    device_.best_first_tree(ids, log_probs, depth_max, width, shape.budget, round.roots + i, own_tokens, own_parents, depths + i * nodes, found, round.status());
+    device_.tree_mask(own_parents, found, nodes, 0, prefix_at, positions + i * nodes, own_bits);
+    device_.copy_rows(tokens + i * nodes, own_tokens, nodes * 4, nodes * 4, 1);
+    plan.spans.push_back({i * nodes, nodes, shape.keys - nodes, prefix_at, round.pages + i * pages, own_bits, words});
   }
   const TapSink none(nullptr, nullptr, nullptr);
   const float* residual = run_layers(plan, nullptr, none);
@@ -610,19 +659,21 @@ std::vector<DeviceSession::Outcome> DeviceSession::tree_round(const std::vector<
     matmul(normed, rows, hidden, weight("head"), vocab, out);
   }
   device_.argmax(out, target, buffer<uint64_t>("argmax parts", rows * 64), rows, vocab);
-  for (int64_t i = 0; i < count; ++i) {
-    int32_t* own = records + i * record;
+  for (int64_t i = 0; i < streams; ++i) {
+    int32_t* own = round.records + i * round.record();
     int32_t *path = own + 2 * nodes, *found = own + 3 * nodes;
-    device_.accept(own, own + nodes, target + i * nodes, found, nodes, path, found + 1, found + 2, status);
     const Span& span = plan.spans[static_cast<std::size_t>(i)];
-    device_.compact(store_.data(), slots_ * config_.cache_dim(), {span.pages, static_cast<int>(kPageRows)}, path, found + 1, span.prefix_len, config_.cache_dim(),
-                    config_.layers);
+    device_.accept(own, own + nodes, target + i * nodes, found, nodes, path, found + 1, found + 2, round.status());
+    device_.compact(store_.data(), slots_ * config_.cache_dim(), {span.pages, static_cast<int>(kPageRows)}, path, found + 1, span.prefix_len, span.prefix_at,
+                    config_.cache_dim(), config_.layers);
   }
-  // the only wait of the round
-  std::vector<int32_t> host(static_cast<std::size_t>(count * record));
-  int32_t problem = 0;
-  device_.copy_out(host.data(), records, count * record * 4);
-  device_.copy_out(&problem, status, 4);
+}
+
+std::vector<DeviceSession::Outcome> DeviceSession::finish_round(const Round& round, const std::vector<Draft>& drafts) {
+  const int64_t nodes = round.shape.nodes(), streams = round.shape.streams, record = round.record();
+  std::vector<int32_t> host(static_cast<std::size_t>(streams * record + 1));
+  device_.copy_out(host.data(), round.records, (streams * record + 1) * 4);
+  const int32_t problem = host.back();
   if (problem != 0) {
     for (const Draft& draft : drafts) drop_pending(draft.sequence);
     if (problem & 1) invalid("T8: draft logits must be finite or -inf");
@@ -630,7 +681,7 @@ std::vector<DeviceSession::Outcome> DeviceSession::tree_round(const std::vector<
     failed("the draft tree of a round is malformed (status ", problem, ")");
   }
   std::vector<Outcome> outcomes;
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < streams; ++i) {
     const int32_t* own = host.data() + i * record;
     const int64_t size = own[3 * nodes] + 1, length = own[3 * nodes + 1];
     outcomes.push_back({{own, own + size}, {own + nodes, own + nodes + size}, {own + 2 * nodes, own + 2 * nodes + length}, own[3 * nodes + 2]});

@@ -4,6 +4,8 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "../../native/rope.hpp"
@@ -39,8 +41,9 @@ class Memory {
 // The rows of one sequence inside a batch: contiguous, in the order in which they are pending.
 struct Span {
   int64_t first, rows;   // of the batch
-  int64_t prefix_len;
-  const int32_t* pages;  // on the device
+  int64_t prefix_len;        // the longest that the launches are made for, where prefix_at is given
+  const int32_t* prefix_at;  // on the device; null: prefix_len
+  const int32_t* pages;      // on the device
   const uint32_t* bits;  // [rows, words] on the device
   int64_t words;
 };
@@ -80,9 +83,35 @@ class DeviceSession {
     std::vector<int32_t> tokens, parents, path;  // tokens and parents of the tree, root first
     int32_t bonus;
   };
+  // What decides the launches of a round. Rounds of one shape are one graph: tokens, trees, lengths and page tables are read on the device.
+  struct RoundShape {
+    int64_t streams, block_len, budget, keys;  // keys: at most, of one stream, in steps (keys_bucket)
+    bool operator<(const RoundShape& other) const {
+      return std::tie(streams, block_len, budget, keys) < std::tie(other.streams, other.block_len, other.budget, other.keys);
+    }
+    int64_t nodes() const { return budget + 1; }
+  };
+  // Where the inputs and results of a round stand on the device.
+  struct Round {
+    RoundShape shape;
+    int32_t *roots, *prefixes, *slots, *pages;  // [streams], [streams], [streams * nodes], [streams, pages of `keys`]
+    float* logits;                              // [streams, block_len, vocab]
+    int32_t* records;  // a stream: tokens, parents, path [nodes] each, then count, length, bonus; after the last one the status word
+    int64_t record() const { return 3 * shape.nodes() + 3; }
+    int32_t* status() const { return records + shape.streams * record(); }
+  };
   // The accepted rows are committed as far as `outcomes` says; `keep_committed` takes rows away again where the stream ended earlier.
   std::vector<Outcome> tree_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget);
   void keep_committed(int32_t sequence, int64_t rows);
+  // The three parts of tree_round: what comes from the host, the work of the device (as a graph from the second round of a shape on, with
+  // PARITREE_CUDA_GRAPH), and the only wait.
+  Round prepare_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget);
+  void run_round(const Round& round);
+  std::vector<Outcome> finish_round(const Round& round, const std::vector<Draft>& drafts);
+  Device& device() { return device_; }
+  bool graphs() const { return graphs_; }
+  void use_graphs(bool use) { graphs_ = use; }
+  int64_t replays() const { return replays_; }
   // Argmax of the wanted rows.
   std::vector<int32_t> choices(const BatchRows& rows);
 
@@ -108,6 +137,8 @@ class DeviceSession {
   struct Order;  // batch order <-> order by sequence
   Plan plan_host(const BatchRows& rows, Order& order);
 
+  void launch_round(const Round& round);
+
   const float* run_layers(const Plan& plan, const Order* order, const TapSink& taps);
   void attention(const Plan& plan, const Order* order, int64_t layer, const float* cos, const float* sin, float* residual, const TapSink& taps);
   void feed_forward(int64_t rows, const Order* order, int64_t layer, float* residual, const TapSink& taps);
@@ -131,6 +162,13 @@ class DeviceSession {
   std::map<std::string, Memory<char>> buffers_;  // by the name of what they hold, kept between batches
   int64_t positions_ = 0;                        // rows of the rotary tables on the device
   bool poison_;                                  // fill every buffer with NaN before each use
+  bool graphs_;                                  // PARITREE_CUDA_GRAPH
+  struct Recorded {
+    int64_t runs = 0;  // before it was recorded; the first one sizes the buffers
+    GraphPointer graph;
+  };
+  std::map<RoundShape, Recorded> rounds_;  // dropped whenever memory moves
+  int64_t replays_ = 0;
 };
 
 void generate(DeviceSession& session, const paritree_generate_args& args);
