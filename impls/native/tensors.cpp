@@ -40,7 +40,7 @@ std::string shape_text(const int64_t* shape, int64_t ndim) {
 }
 
 void check_layout(const char* name, const DLTensor& tensor, int64_t ndim, uint8_t code, uint8_t bits, const char* dtype_name) {
-  if (tensor.device.device_type != 1) unsupported(name, " is on device type ", tensor.device.device_type, ", but this engine runs on the CPU (1)");
+  if (tensor.device.device_type != 1) unsupported(name, " is on device type ", tensor.device.device_type, ", but this engine takes tensors in host memory (1)");
   if (tensor.dtype.code != code || tensor.dtype.bits != bits || tensor.dtype.lanes != 1) {
     invalid(name, " is ", dtype_kind(tensor.dtype.code), int{tensor.dtype.bits}, " with ", tensor.dtype.lanes, " lanes, but must be ", dtype_name);
   }
