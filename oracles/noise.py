@@ -9,6 +9,7 @@ therefore doubled.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,8 @@ from spec.engine import Profile
 from spec.weights import philox
 
 SAMPLES = 8
+FEWER = (1, 2, 4)  # samples after which a caller that needs no more may stop
+KEPT = 2
 SIGMAS = 6.0
 ESTIMATE = 2.0  # 8 samples give sigma within a factor of 2 with a probability of 99 % per element, pooling makes it better
 
@@ -48,12 +51,22 @@ class Noise:
 
     def shares(self, logits: NDArray[np.float32], at: NDArray[np.intp]) -> Wide:
         """[len(at), V] of the wanted rows `at`: |found - reference| / bound, 0 in rows that are not decided, infinite for NaN and infinity."""
-        share: Wide = np.abs(logits[at] - self.reference[at]) / self.bound[at]
-        return np.where(self.decided[at, None], np.where(np.isfinite(share), share, np.inf), 0.0)
+        return np.where(self.decided[at, None], self.raw_shares(logits, at), 0.0)
+
+    def raw_shares(self, logits: NDArray[np.float32], at: NDArray[np.intp]) -> Wide:
+        """The same with the rows that are not decided."""
+        return shares_of(logits[at] - self.reference[at], self.bound[at])
 
     def margin_bound(self, row: int, first: int, second: int) -> float:
-        """Of the difference of two logits of one row; infinite where the row is not decided."""
+        """Of the difference of two logits of one row; infinite where the row is not decided, 0 where every engine computes both exactly."""
         return float(np.hypot(self.bound[row, first], self.bound[row, second])) if self.decided[row] else float("inf")
+
+
+def shares_of(difference: Wide, bound: Wide) -> Wide:
+    """|difference| / bound; where the bound is 0, 0 for no difference and infinite for any; infinite for NaN and infinity."""
+    size = np.abs(difference)
+    share: Wide = np.divide(size, bound, out=np.where(size == 0, 0.0, np.inf), where=bound > 0)
+    return np.where(np.isfinite(size), share, np.inf)
 
 
 def log_total(logits: Wide) -> Wide:
@@ -63,48 +76,102 @@ def log_total(logits: Wide) -> Wide:
     return total
 
 
-def noise(model: JudgeModel, rows: Rows, profile: Profile, *, log_probs: bool = False) -> Noise:
-    """`log_probs`: of log-probabilities instead of logits, for engines that show nothing else."""
-    a = arithmetic(profile, True, True)
+Enough = Callable[["Noise", float], bool]
+"""(noise so far, part) -> whether all that the caller compares stays within `part` of its bounds, in rows that are not decided as well."""
 
-    def walked(sampler: Sampler) -> Wide:
-        logits = walk(model, rows.token, rows.position, rows.visible, rows.wanted, sampler, a).mid
-        return logits - log_total(logits) if log_probs else logits
 
-    plain = Sampler(model, None)
-    reference = walked(plain)
-    square = np.zeros(reference.shape)
-    cache_square = [np.zeros(part.shape) for part in plain.cache]
-    drift: list[list[Wide]] = []
-    for sample in range(SAMPLES):
-        sampler = Sampler(model, philox("noise", sample), plain.ids)
-        square += np.square(walked(sampler) - reference)
-        drift.append(sampler.margins)
-        for total, part, exact in zip(cache_square, sampler.cache, plain.cache, strict=True):
-            total += np.square(part - exact)
-    bound = _bound(reference, square, profile)
-    if log_probs:
-        # log sum exp: exp and log of the profile, a sum in any order (its standard error), |log Z| <= largest logit + log V
-        logits = walk(model, rows.token, rows.position, rows.visible, rows.wanted, Sampler(model, None), a).mid
-        vocab = logits.shape[-1]
-        bound = bound + profile.u_accumulate * (
-            2 * profile.exp_ulp + SIGMAS * math.sqrt(vocab) + 2 * profile.log_ulp * np.abs(log_total(logits)) + np.abs(logits)
+def noise(model: JudgeModel, rows: Rows, profile: Profile, *, log_probs: bool = False, enough: Enough | None = None) -> Noise:
+    """`log_probs`: of log-probabilities instead of logits, for engines that show nothing else.
+
+    `enough` is asked after 1, 2 and 4 samples, with part = sqrt(n / SAMPLES): SAMPLES sigma^2 is a sum of squares of which the first n are known,
+    so that no bound of all samples is below that part of the bound so far. What is within it is within the bound of all samples as well.
+    """
+    drawn = _drawn(model, rows, profile, log_probs)
+    for count in FEWER if enough is not None else ():
+        drawn.grow(count)
+        found = drawn.noise()
+        if enough is not None and enough(found, math.sqrt(min(1.0, drawn.count / SAMPLES))):
+            return found
+    drawn.grow(SAMPLES)
+    return drawn.noise()
+
+
+def _drawn(model: JudgeModel, rows: Rows, profile: Profile, log_probs: bool) -> _Drawn:
+    """The samples of the last few sessions are kept: a relation is held against the noise of the session that it was made from."""
+    key = (id(model), profile, log_probs, *(part.tobytes() for part in (rows.token, rows.position, rows.visible, rows.wanted)))
+    if key not in _KEPT:
+        while len(_KEPT) >= KEPT:
+            _KEPT.pop(next(iter(_KEPT)))
+        _KEPT[key] = _Drawn(model, rows, profile, log_probs)
+    return _KEPT[key]
+
+
+class _Drawn:
+    """A walk without noise and the samples so far."""
+
+    def __init__(self, model: JudgeModel, rows: Rows, profile: Profile, log_probs: bool) -> None:
+        self.model, self.rows, self.profile, self.log_probs = model, rows, profile, log_probs
+        self.count = 0
+        self._arithmetic = arithmetic(profile, True, True)
+        self._plain = Sampler(model, None)
+        self._logits, self._reference = self._walked(self._plain)
+        self._square = np.zeros(self._reference.shape)
+        self._cache_square = [np.zeros(part.shape) for part in self._plain.cache]
+        self._drift = [np.zeros(margin.shape) for margin in self._plain.margins]
+
+    def _walked(self, sampler: Sampler) -> tuple[Wide, Wide]:
+        """(logits, what is compared)."""
+        r = self.rows
+        logits = walk(self.model, r.token, r.position, r.visible, r.wanted, sampler, self._arithmetic).mid
+        return logits, logits - log_total(logits) if self.log_probs else logits
+
+    def grow(self, count: int) -> None:
+        """At least `count` samples."""
+        for sample in range(self.count, count):
+            sampler = Sampler(self.model, philox("noise", sample), self._plain.ids)
+            self._square += np.square(self._walked(sampler)[1] - self._reference)
+            for total, part, exact in zip(self._cache_square, sampler.cache, self._plain.cache, strict=True):
+                total += np.square(part - exact)
+            for total, margin, exact in zip(self._drift, sampler.margins, self._plain.margins, strict=True):
+                # a margin is infinite where every expert is chosen, in each sample alike: no rounding moves it
+                total += np.square(np.subtract(margin, exact, out=np.zeros(exact.shape), where=np.isfinite(exact)))
+        self.count = max(self.count, count)
+
+    def noise(self) -> Noise:
+        profile, rows = self.profile, self.rows
+        bound = _bound(self._reference, self._square / self.count, profile)
+        if self.log_probs:
+            # log sum exp: exp and log of the profile, a sum in any order (its standard error), |log Z| <= largest logit + log V
+            vocab = self._logits.shape[-1]
+            bound = bound + profile.u_accumulate * (
+                2 * profile.exp_ulp
+                + SIGMAS * math.sqrt(vocab)
+                + 2 * profile.log_ulp * np.abs(log_total(self._logits))
+                + np.abs(self._logits)
+            )
+        near = np.zeros(len(rows.token), np.bool_)
+        for margin, drift in zip(self._plain.margins, self._drift, strict=True):
+            near |= margin <= SIGMAS * ESTIMATE * np.sqrt(drift / self.count)
+        decided = ~(near | (rows.visible & near[None, :]).any(1))
+        cache = tuple(
+            (exact, _bound(exact, total / self.count, profile)) for exact, total in zip(self._plain.cache, self._cache_square, strict=True)
         )
-    near = np.zeros(len(rows.token), np.bool_)
-    for layer, margin in enumerate(plain.margins):
-        spread = np.sqrt(np.mean([np.square(sample[layer] - margin) for sample in drift], 0))
-        near |= margin <= SIGMAS * ESTIMATE * spread
-    decided = ~(near | (rows.visible & near[None, :]).any(1))
-    cache = tuple((exact, _bound(exact, total, profile)) for exact, total in zip(plain.cache, cache_square, strict=True))
-    return Noise(reference, bound, decided[rows.wanted], cache, decided)
+        return Noise(self._reference, bound, decided[rows.wanted], cache, decided)
 
 
-def _bound(reference: Wide, square: Wide, profile: Profile) -> Wide:
-    """From the summed squares of the samples' deviations; no element counts as quieter than its row, and each is rounded once on the way out."""
-    sigma = np.sqrt(square / SAMPLES)
-    pooled = np.sqrt(np.mean(np.square(sigma), -1, keepdims=True))
+_KEPT: dict[tuple[object, ...], _Drawn] = {}
+
+
+def _bound(reference: Wide, variance: Wide, profile: Profile) -> Wide:
+    """From the mean squares of the samples' deviations; no element counts as quieter than its row, and each is rounded once on the way out.
+
+    A sum of products that are all exactly zero is zero in every engine, in any order: its bound is 0.
+    """
+    sigma = np.sqrt(variance)
+    pooled = np.sqrt(np.mean(variance, -1, keepdims=True))
     last_rounding = np.abs(reference) * max(profile.u_accumulate, profile.u_output)
-    return np.asarray(SIGMAS * ESTIMATE * np.maximum(sigma, pooled) + last_rounding)
+    bound = SIGMAS * ESTIMATE * np.maximum(sigma, pooled) + last_rounding
+    return np.where((reference == 0) & (variance == 0), 0.0, bound)
 
 
 @dataclass(eq=False)

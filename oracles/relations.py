@@ -18,7 +18,7 @@ from oracles.compare import close_number
 from oracles.generation import RUNG
 from oracles.history import History, replay
 from oracles.judgement import Judgement, Verdict
-from oracles.noise import Noise, Rows, noise
+from oracles.noise import Noise, Rows, noise, shares_of
 from oracles.walk import JudgeModel
 from spec.engine import Profile
 from spec.script import Forward, Generate, Script, Step, Trace
@@ -66,7 +66,14 @@ def judge_relation(
     bound = None
     if model is not None:
         h = one.history
-        bound = noise(model, Rows(h.token, h.position, h.visible, h.wanted), profile)
+        with np.errstate(invalid="ignore"):
+            difference = a.astype(np.float64) - b.astype(np.float64)
+        difference = np.where(_same_bits(a, b), 0.0, difference)
+
+        def enough(found: Noise, part: float) -> bool:
+            return bool(shares_of(difference, 2 * found.bound[pairs[:, 0]]).max() <= part)
+
+        bound = noise(model, Rows(h.token, h.position, h.visible, h.wanted), profile, enough=enough)
     return [_close(relation, one, pairs, a, b, bound, fields)]
 
 
@@ -122,7 +129,7 @@ def _close(
 ) -> Judgement:  # fmt: skip
     with np.errstate(invalid="ignore"):
         difference = np.abs(a.astype(np.float64) - b.astype(np.float64))
-    same_bits = np.ascontiguousarray(a).view(np.uint32) == np.ascontiguousarray(b).view(np.uint32)
+    same_bits = _same_bits(a, b)
     difference = np.where(same_bits, 0.0, np.where(np.isfinite(difference), difference, np.inf))
     if bound is None:
         worst = float(difference.max(initial=0.0))
@@ -131,7 +138,7 @@ def _close(
         return Judgement(verdict, relation.rule, rung=_rung(run, int(pairs[0, 0])), message=text, **fields)
     limit = 2 * bound.bound[pairs[:, 0]]
     decided = bound.decided[pairs[:, 0]]
-    share = np.where(decided[:, None], difference / limit, 0.0)
+    share = np.where(decided[:, None], shares_of(difference, limit), 0.0)
     at, column = (int(i) for i in np.unravel_index(int(share.argmax()), share.shape))
     top = float(share[at, column])
     if top > 1:
@@ -152,6 +159,11 @@ def _close(
         message=text if verdict is Verdict.UNVERIFIED else "",
         **fields,
     )
+
+
+def _same_bits(a: Any, b: Any) -> NDArray[np.bool_]:
+    same: NDArray[np.bool_] = np.ascontiguousarray(a).view(np.uint32) == np.ascontiguousarray(b).view(np.uint32)
+    return same
 
 
 def _rung(run: Run, row: int) -> str:

@@ -41,9 +41,14 @@ def judge_tokens(judge: SessionJudge, script: Script, answered: list[tuple[int, 
     # what no chain of taps proves is held against the statistical bound, unless the location of a mistake is known already
     statistical = not walked.tapped or (not chained.all() and not any(j.verdict in FINDINGS for j in walked.judgements))
     if statistical or (differs & ~chained).any():
+        session = Rows(history.token, history.position, history.visible, history.wanted)
+        whole = np.arange(len(history.wanted))
+        # a margin or a cache row needs the bound itself; of logits alone it is enough to know that they are within it
+        few = not differs.any() and not history.cache_reads
         bound = noise(
-            judge.prepared, Rows(history.token, history.position, history.visible, history.wanted), walked.profile, log_probs=log_probs
-        )
+            judge.prepared, session, walked.profile, log_probs=log_probs,
+            enough=(lambda found, part: bool(found.raw_shares(own, whole).max() <= part)) if few else None,
+        )  # fmt: skip
     out = [] if walked.tapped or bound is None else judge_cache(walked, bound)
     for rung, rows in history.rungs.items():
         at = np.flatnonzero(np.isin(history.wanted, rows))
@@ -92,9 +97,15 @@ def _differing(
 
 
 def decide(margin: float, chained: bool, limit: float | None) -> tuple[Verdict, str, float]:
-    """(verdict, why, bound) for another token than the spec's, whose golden margin is `margin`."""
+    """(verdict, why, bound) for another token than the spec's, whose golden margin is `margin`. A limit of 0: both logits are exact in every engine."""
     if chained:
         return Verdict.TIE, "every operation behind it was checked and passed, so rounding chose", 0.0
+    if limit == 0:
+        return (
+            Verdict.DEFECT,
+            "both logits are sums of exact zeros, which no rounding moves, and of equal ones the lowest token is due",
+            0.0,
+        )
     if limit is not None and margin > limit:
         return Verdict.DEFECT, f"honest rounding moves this margin by at most {limit:.2g} (statistical)", limit
     if limit is not None and np.isfinite(limit):

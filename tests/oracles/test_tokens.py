@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +13,14 @@ from conftest import altered, findings, honest, judge_of, run
 from impls.blocked.engine import BlockedEngine
 from impls.planted.benign import VARIANTS
 from oracles.judgement import Verdict
-from oracles.noise import Rows, noise
+from oracles.noise import FEWER, SAMPLES, Noise, Rows, noise
 from oracles.session import SessionJudge
 from oracles.tokens import decide, margins, proof_chain
 from spec.engine import Profile
 from spec.model import GoldenModel
 from spec.script import Answer, Forward
 from spec.taps import all_tap_names
+from spec.weights import random_weights
 
 F = np.float32
 ALL = frozenset(all_tap_names())
@@ -150,3 +153,47 @@ def test_a_router_near_tie_bounds_nothing() -> None:
     assert not bound.decided.any()
     assert bound.shares(np.full(bound.reference.shape, 1e9, F), np.arange(3)).max() == 0
     assert bound.margin_bound(0, 1, 2) == float("inf")
+
+
+def test_a_few_samples_give_the_verdict_of_all() -> None:
+    """The first n of SAMPLES squares are part of their sum: no final bound is below sqrt(n / SAMPLES) of an early one."""
+    judge, rows = judge_of(), chain([5, 17, 3, 80, 41])
+    seen: list[tuple[Noise, float]] = []
+
+    def never(found: Noise, part: float) -> bool:
+        seen.append((found, part))
+        return False
+
+    final = noise(judge.prepared, rows, Profile(), enough=never)
+    assert [part for _, part in seen] == pytest.approx([np.sqrt(n / SAMPLES) for n in FEWER])
+    assert all((final.bound >= part * early.bound).all() for early, part in seen)
+    assert noise(judge.prepared, rows, Profile(), enough=lambda found, part: True).bound.tobytes() == final.bound.tobytes(), "drawn already"
+    again = noise(judge.prepared, chain([5, 17, 3, 80, 42]), Profile(), enough=lambda found, part: True)
+    assert again.bound.shape == final.bound.shape
+    assert again.bound.tobytes() != noise(judge.prepared, chain([5, 17, 3, 80, 42]), Profile()).bound.tobytes(), "one sample was enough"
+
+
+def test_a_router_that_takes_every_expert_is_decided_without_a_warning() -> None:
+    """No margin: infinity in every sample, which no subtraction may meet."""
+    config = dataclasses.replace(judge_of().model.config, top_k=judge_of().model.config.experts)
+    model = GoldenModel(config, random_weights(config, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bound = noise(SessionJudge(model).prepared, chain([5, 17, 3]), Profile())
+    assert bound.decided.all()
+
+
+def test_equal_sums_of_zeros_are_exact_and_the_lowest_is_due() -> None:
+    """A head column of zeros gives 0 in any order of summation: another choice among equal ones is wrong, whatever was checked before."""
+    model = judge_of().model
+    weights = {name: value.copy() for name, value in model.weights.items()}
+    weights["head"][:, [7, 9]] = 0
+    bound = noise(SessionJudge(GoldenModel(model.config, weights)).prepared, chain([5, 17, 3]), Profile())
+    assert not bound.bound[:, [7, 9]].any() and (np.delete(bound.bound, [7, 9], 1) > 0).all()
+    assert bound.margin_bound(0, 7, 9) == 0 < bound.margin_bound(0, 7, 8)
+    logits = bound.reference.astype(F)
+    assert bound.shares(logits, np.arange(3)).max() < 1
+    logits[1, 9] = 1e-30
+    assert bound.shares(logits, np.arange(3)).max() == np.inf
+    assert decide(0.0, False, bound.margin_bound(0, 7, 9))[0] is Verdict.DEFECT
+    assert decide(0.0, False, bound.margin_bound(0, 7, 8))[0] is Verdict.UNVERIFIED
