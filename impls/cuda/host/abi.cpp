@@ -8,10 +8,6 @@
 #include "../../native/pointwise.hpp"
 #include "session.hpp"
 
-struct paritree_session {
-  paritree::cuda::DeviceSession session;
-};
-
 namespace paritree::cuda {
 namespace {
 

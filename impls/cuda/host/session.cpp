@@ -669,6 +669,12 @@ void DeviceSession::launch_round(const Round& round) {
   }
 }
 
+std::vector<int32_t> DeviceSession::round_targets(int64_t rows) {
+  std::vector<int32_t> ids(static_cast<std::size_t>(rows));
+  device_.copy_out(ids.data(), buffers_.at("argmax").data(), rows * 4);
+  return ids;
+}
+
 std::vector<DeviceSession::Outcome> DeviceSession::finish_round(const Round& round, const std::vector<Draft>& drafts) {
   const int64_t nodes = round.shape.nodes(), streams = round.shape.streams, record = round.record();
   std::vector<int32_t> host(static_cast<std::size_t>(streams * record + 1));

@@ -108,6 +108,7 @@ class DeviceSession {
   Round prepare_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget);
   void run_round(const Round& round);
   std::vector<Outcome> finish_round(const Round& round, const std::vector<Draft>& drafts);
+  std::vector<int32_t> round_targets(int64_t rows);  // the argmax of each row of the last round
   Device& device() { return device_; }
   bool graphs() const { return graphs_; }
   void use_graphs(bool use) { graphs_ = use; }
@@ -174,3 +175,7 @@ class DeviceSession {
 void generate(DeviceSession& session, const paritree_generate_args& args);
 
 }  // namespace paritree::cuda
+
+struct paritree_session {  // the handle of the C ABI
+  paritree::cuda::DeviceSession session;
+};
