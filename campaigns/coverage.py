@@ -1,7 +1,8 @@
-"""Which input regions a campaign reached: a case to its cells (region, value). BUGZOO section 2 numbers the regions.
+"""Which input regions a campaign reached: a case to its regions (region, value), and the draft trees of a session to their crossed cells.
 
-Every cell that should be reached is declared once per run with zero trials, so that a region that no case entered is a row of the
-coverage table and not a silence.
+BUGZOO section 2 numbers the regions. Each region that should be reached is declared once per run with zero trials, so that one that no case
+entered is a row of the coverage table and not a silence. The crossed cells (reports/cells.py: axes, classes, what is reachable) need no such rows:
+`witness` gives a case in any of them, which is what a campaign that fills the emptiest ones needs.
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ from campaigns.case import Case, OpCase, SessionCase, TreeCase
 from campaigns.operands import REFUSED, REGIMES
 from campaigns.plan import depths, hit_path, tree_parents
 from campaigns.regions import REGIONS, regions
-from campaigns.strategies import OP_SHAPES, in_frozen_mix
+from campaigns.strategies import OP_SHAPES, WEIGHT_SEEDS, in_frozen_mix
 from campaigns.weights import REGIMES as WEIGHT_REGIMES
+from reports.cells import AXES, PAGE, UNREACHABLE, Cell, reachable
 from spec.sampling import Sampling
 
-Cell = tuple[str, str]
+Region = tuple[str, str]
 
-BUGZOO, SHAPE = "BUGZOO region", "depth x width x prefix mod 16"
-DEPTHS, WIDTHS, PREFIXES = ("0", "1", "2 to 3", "4+"), ("0", "1", "2", "3+"), ("0", "1", "15", "other")
+BUGZOO = "BUGZOO region"
 TILE = 16  # the smallest tile of common kernels; its neighbours are the off-boundary sizes
+TIES = {"tied-vocabulary": "vocabulary", "tied-experts": "experts"}  # regime of the weights -> class
+SEQUENCE_HAZARDS, ROW_HAZARDS = frozenset({"fork", "evict", "orphan"}), frozenset({"late", "interleaved"})
 SIZE_WORDS = ("T", "K", "N", "S", "V", "M", "E")
 
 
-def cells(case: Case) -> set[Cell]:
-    return set(_cells(case)) | {(BUGZOO, f"{number:02d} {REGIONS[number]}") for number in regions(case)} | set(_shapes(case))
+def cells(case: Case) -> set[Region]:
+    return set(_cells(case)) | {(BUGZOO, f"{number:02d} {REGIONS[number]}") for number in regions(case)}
 
 
-def declared() -> set[Cell]:
-    """Cells that a check of an engine with all capabilities is meant to reach."""
-    out: set[Cell] = {("op", op) for op in OP_SHAPES} | {("regime", regime) for regime in (*REGIMES, REFUSED)}
+def declared() -> set[Region]:
+    """Regions that a check of an engine with all capabilities is meant to reach."""
+    out: set[Region] = {("op", op) for op in OP_SHAPES} | {("regime", regime) for regime in (*REGIMES, REFUSED)}
     out |= {("weights", regime) for regime in WEIGHT_REGIMES}
     out |= {("size mod 16", word) for word in ("0", "1", "15", "other", "below")}
     out |= {("tree shape", shape) for shape in ("empty", "chain", "star", "branching")}
@@ -52,22 +55,77 @@ def declared() -> set[Cell]:
         ("coincidence broken", word) for word in ("rope_dim", "groups", "yarn", "routed_scale", "q_rank", "tied", "scoring", "latent_eps")
     }
     out |= {(BUGZOO, f"{number:02d} {words}") for number, words in REGIONS.items()}
-    out |= {(SHAPE, f"depth {d}, width {w}, prefix {p}") for d in DEPTHS for w in WIDTHS for p in PREFIXES if (d == "0") == (w == "0")}
     return out | {("batch", word) for word in ("mixed", "apart", "chunked prefill")} | {("frozen mix", "yes")}
 
 
-def _shapes(case: Case) -> Iterator[Cell]:
-    """Depth x width x prefix mod 16 of each tree of a session, in classes; the prefix of a later round depends on the accepted paths."""
+# ---- crossed: one cell per draft tree ----------------------------------------------------------------------------------------------------
+
+
+def crossed(case: Case) -> Iterator[Cell]:
+    """The cell of each tree that the rounds of a session verify: one per sequence and round, repeats included; nothing for other cases.
+
+    The recipe decides: a sequence that joins late brings its prompt instead of a tree, a copy decodes without one (campaigns/plan.py), and the
+    trees of the engine's own loop are not known before it runs.
+    """
     if not isinstance(case, SessionCase):
         return
-    prefix = [length for length, _ in case.prompts]
-    for trees in case.rounds:
-        for order, tree in enumerate(trees[: len(prefix)]):
-            parents = tree_parents(tree)
-            depth, width = depths(parents), np.bincount(parents[1:]) if len(parents) > 1 else np.zeros(1, np.int64)
-            words = (_class(int(depth.max()), DEPTHS), _class(int(width.max()), WIDTHS), _beside_tile(TILE + prefix[order] % TILE))
-            yield SHAPE, f"depth {words[0]}, width {words[1]}, prefix {words[2]}"
-            prefix[order] += len(hit_path(tree, parents))
+    dtype = next((str(value) for name, value in case.overrides if name == "cache_format"), "float32")
+    ties = TIES.get(case.regime, "none")
+    lengths = dict(enumerate(length for length, _ in case.prompts))
+    late = dict([lengths.popitem()]) if "late" in case.hazards and len(lengths) > 1 else {}
+    for number, trees in enumerate(case.rounds):
+        prefixes = [*lengths.values(), *(0 for _ in late)]
+        batch = "alone" if len(prefixes) == 1 else "equal" if len(set(prefixes)) == 1 else "unequal"
+        hazard = _hazard(case.hazards, alone=batch == "alone")
+        for order, sequence in enumerate(sorted(lengths)):
+            nodes = trees[order] if order < len(trees) else ()
+            parents = tree_parents(nodes)
+            width = int(np.bincount(parents[1:]).max()) if len(parents) > 1 else 0
+            yield (
+                _class(int(depths(parents).max()), AXES["depth"]), _class(width, AXES["width"]), _of_page(lengths[sequence]), batch, dtype, ties, hazard,
+                _class(number + 1, AXES["round"]),
+            )  # fmt: skip
+            lengths[sequence] += len(hit_path(nodes, parents))
+        if number == 0:
+            lengths |= late
+            late = {}
+            if not {"fork", "orphan"}.isdisjoint(case.hazards):
+                lengths[max(lengths) + 1] = lengths[min(lengths)]
+
+
+def witness(cell: Cell, seed: int = 0) -> SessionCase:
+    """A session with a tree in this reachable cell; `seed` draws tokens and weights. Raises ValueError for a cell that cannot be."""
+    if not reachable(cell):
+        raise ValueError(f"{cell} cannot be reached: {'; '.join(reason for reason, _ in UNREACHABLE)}")
+    depth, width, prefix, batch, dtype, ties, hazard, round_ = cell
+    earlier = AXES["round"].index(round_)
+    tall, wide = (AXES[axis].index(word) for axis, word in (("depth", depth), ("width", width)))
+    chain = (0, 1, 2, 4)[tall]
+    # A chain, then siblings of its first node; the whole chain is accepted
+    nodes = (*((0, 1),) * chain, *((chain - 1 + more, 0) for more in range(1, wide)))
+    length = {"0": PAGE, "1": PAGE + 1, "15": PAGE - 1, "other": PAGE + 2}[prefix] - earlier
+    prompts = {"alone": (length,), "equal": (length, length), "unequal": (length, length + 1)}[batch]
+    by_class = {"none": (), "sequences": ("evict",), "rows": ("interleaved",), "memory": ("repeat",)}
+    regime = next((name for name, word in TIES.items() if word == ties), "ordinary")
+    return SessionCase(
+        "tiny", () if dtype == "float32" else (("cache_format", dtype),), seed % WEIGHT_SEEDS, regime,
+        tuple((rows, seed * 31 + number) for number, rows in enumerate(prompts)), (*((),) * earlier, (nodes,)), hazards=by_class[hazard],
+    )  # fmt: skip
+
+
+def _hazard(hazards: tuple[str, ...], *, alone: bool) -> str:
+    if not SEQUENCE_HAZARDS.isdisjoint(hazards):
+        return "sequences"
+    if not alone and not ROW_HAZARDS.isdisjoint(hazards):
+        return "rows"  # one sequence has no other to take turns with
+    return "memory" if set(hazards) - ROW_HAZARDS else "none"
+
+
+def _of_page(rows: int) -> str:
+    return {0: "0", 1: "1", PAGE - 1: "15"}.get(rows % PAGE, "other")
+
+
+# ---- regions ---------------------------------------------------------------------------------------------------------------------------
 
 
 def _class(value: int, classes: tuple[str, ...]) -> str:
@@ -75,7 +133,7 @@ def _class(value: int, classes: tuple[str, ...]) -> str:
     return next(word for word in reversed(classes) if value >= int(word.rstrip("+").partition(" ")[0]))
 
 
-def _cells(case: Case) -> Iterator[Cell]:
+def _cells(case: Case) -> Iterator[Region]:
     for hazard in getattr(case, "hazards", ()):
         yield "hazard", hazard
     if isinstance(case, OpCase):
@@ -93,7 +151,7 @@ def _cells(case: Case) -> Iterator[Cell]:
         yield from _session_cells(case)
 
 
-def _session_cells(case: SessionCase) -> Iterator[Cell]:
+def _session_cells(case: SessionCase) -> Iterator[Region]:
     yield "preset", "a checkpoint" if case.checkpoint else case.preset
     yield "weights", case.regime
     for name, _ in case.overrides:

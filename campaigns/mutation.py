@@ -27,7 +27,9 @@ from reports.store import Store
 
 REPRO_S = 120.0  # a fresh process with NumPy and the engine; a hang costs the program's own limit
 SAMPLE_SEARCH_S, SAMPLE_MINIMISE_S = 60.0, 15.0  # per plant of a nightly sample; nine of ten are found within three seconds
-SAMPLE_LEFT_S = 15.0  # no plant is begun with less
+SAMPLE_LEFT_S = 15.0  # no further plant is begun with less
+SAMPLE_SHOW_S = 6.0  # of what is left for a plant, to make its finding small and to show it again in a fresh process
+SAMPLE_REPRO_LEAST_S = 3.0  # for repro.py where the time of a sample is over: NumPy and the engine take one
 HANG_S = 5.0  # of repro.py, for plants that hang
 
 
@@ -50,6 +52,7 @@ class Score:
     checks: int
     trials: int
     finding_id: str
+    searched: float = 0.0  # seconds that the search took
     verdict: str = ""
     message: str = ""
     case: str = ""  # the minimum
@@ -60,7 +63,10 @@ COLUMNS = frozenset(column.name for column in dataclasses.fields(Score)) - {"ver
 
 
 def measured(plant: Plant, run_id: str, options: Options) -> Score:
-    """One check of one plant, stopped at its first finding, which is minimised and reproduced. Raises NotLoadable."""
+    """One check of one plant, stopped at its first finding, which is minimised and reproduced. Raises NotLoadable.
+
+    `options.until` holds for the replay in a fresh process as well.
+    """
     result = check_engine(plant.engine, run_id, dataclasses.replace(options, stop_at_first=True, jobs=1))
     finding = first_finding(result, plant.expected_ops)
     base: dict[str, Any] = {
@@ -71,6 +77,7 @@ def measured(plant: Plant, run_id: str, options: Options) -> Score:
         "expected_op": ", ".join(plant.expected_ops),
         "stated_nodes": plant.smallest_nodes,
         "trials": result.trials,
+        "searched": min(result.seconds, options.seconds or math.inf),
     }
     if finding is None:
         return Score(
@@ -85,7 +92,10 @@ def measured(plant: Plant, run_id: str, options: Options) -> Score:
         found_op=row["op"] or row["rule"],
         found=True,
         localised=is_localised(row, plant.expected_ops),
-        reproduced=folder is not None and reproduces(folder, hangs=row["verdict"] == "HUNG"),
+        reproduced=folder is not None
+        and reproduces(
+            folder, hangs=row["verdict"] == "HUNG", limit=min(REPRO_S, max(SAMPLE_REPRO_LEAST_S, options.until - time.monotonic()))
+        ),
         minimal_nodes=row["nodes"] if row["minimal"] else -1,
         seconds=result.first_finding_s,
         checks=row["checks"],
@@ -108,11 +118,11 @@ def is_localised(row: Mapping[str, Any], expected: Sequence[str]) -> bool:
     return bool({row["op"], row["rule"], row["output"]} & set(expected))
 
 
-def reproduces(folder: Path, *, hangs: bool = False) -> bool:
-    """repro.py in a fresh process, outside of this one's working directory and path."""
+def reproduces(folder: Path, *, hangs: bool = False, limit: float = REPRO_S) -> bool:
+    """repro.py in a fresh process, outside of this one's working directory and path; `limit` in seconds."""
     timeout = ["--timeout", str(HANG_S)] if hangs else []
     try:
-        ended = subprocess.run([sys.executable, str(folder / "repro.py"), *timeout], capture_output=True, timeout=REPRO_S, cwd=folder)
+        ended = subprocess.run([sys.executable, str(folder / "repro.py"), *timeout], capture_output=True, timeout=limit, cwd=folder)
     except subprocess.TimeoutExpired:
         return False
     return ended.returncode == FAILS_AGAIN
@@ -182,36 +192,45 @@ def campaign(
     return [known[key] for plant in plants if (key := key_of(plant.name, mode, options.seed)) in known]
 
 
-def nightly_sample(options: Options, seconds: float, library: Sequence[Plant]) -> list[Score]:
-    """As many plants of the library as `seconds` allow, going on where the last sample of this store ended; the page shows the newest row of each.
+def nightly_sample(
+    options: Options, seconds: float, library: Sequence[Plant], say: Callable[[Score], None] = lambda score: None
+) -> list[Score]:
+    """As many plants of the library as `seconds` allow: first those that this store never measured, then those whose measure is the oldest.
 
-    Plants that cannot be loaded on this machine are passed over.
+    Each is measured anew, as if nothing were known of it. Plants that cannot be loaded on this machine are passed over. Every plant of the library
+    is a row of the store, so that the page can name those that no night has reached.
     """
-    began = time.monotonic()
+    until = time.monotonic() + seconds
     with Store.create_or_open(options.store) as store:
-        known = store.arrow("mutation").to_pandas()
-        row = {
-            "purpose": "mutation",
-            "command": options.command,
-            "seed": str(options.seed),
-            "budget": f"{seconds:.0f} s",
-            "machine": machine(),
-        }
-        run_id = store.start_run(row)
-        measured_before = len(known[~known["benign"].astype(bool)]) if len(known) else 0
+        last = last_measured(store)
+        run_id = store.start_run(
+            {
+                "purpose": "mutation",
+                "command": options.command,
+                "seed": str(options.seed),
+                "budget": f"{seconds:.0f} s",
+                "machine": machine(),
+            }
+        )
         scores: list[Score] = []
         with store.writer(run_id, "mutation-sample") as writer:
-            for number in range(len(library)):
-                left = seconds - (time.monotonic() - began)
-                if left < SAMPLE_LEFT_S:
+            for plant in library:
+                if plant.name not in last:
+                    writer.add_mutation(_unmeasured(plant))
+            writer.flush()
+            for plant in sorted(library, key=lambda plant: last.get(plant.name, -1.0)):
+                left = until - time.monotonic()
+                if left < (SAMPLE_LEFT_S if scores else SAMPLE_SHOW_S):
                     break
-                plant = library[(measured_before + number) % len(library)]
                 each = dataclasses.replace(
                     options,
-                    seconds=min(SAMPLE_SEARCH_S, left / 2),
+                    seconds=min(SAMPLE_SEARCH_S, left - SAMPLE_SHOW_S / 2),
+                    reserve=0.0,
                     trials=10**9,
                     minimise=True,
                     minimise_seconds=min(SAMPLE_MINIMISE_S, left / 2),
+                    until=until,
+                    not_reproduced=tuple(row["finding_id"] for row in store.findings()),
                 )
                 try:
                     score = measured(plant, run_id, each)
@@ -219,8 +238,31 @@ def nightly_sample(options: Options, seconds: float, library: Sequence[Plant]) -
                     continue
                 scores.append(score)
                 writer.add_mutation({name: value for name, value in dataclasses.asdict(score).items() if name in COLUMNS})
+                writer.flush()  # a night that is killed goes on behind this plant
+                say(score)
         store.finish_run(run_id, {"stopped": "budget", "trials": sum(score.trials for score in scores)})
     return scores
+
+
+def last_measured(store: Store) -> dict[str, float]:
+    """Plant -> when it was measured last (0: by a store older than this column), or -1 where it is only known to be in the library."""
+    out: dict[str, float] = {}
+    for row in store.arrow("mutation").to_pylist():
+        if not row["benign"]:
+            when = row["time"] if row["trials"] else -1.0
+            out[row["mutant"]] = max(out.get(row["mutant"], -1.0), when)
+    return out
+
+
+def _unmeasured(plant: Plant) -> dict[str, Any]:
+    return {
+        "mutant": plant.name,
+        "source": plant.source,
+        "defect_class": plant.bug_class,
+        "expected_op": ", ".join(plant.expected_ops),
+        "stated_nodes": plant.smallest_nodes,
+        "seconds": -1.0,
+    }
 
 
 def in_words(record: Mapping[str, Any]) -> str:

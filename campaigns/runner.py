@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import select
@@ -30,8 +31,11 @@ from spec.weights import is_large
 TRIALS = 10_000  # per engine; with the frozen mix 1,500 of them are sessions of at least 24 rows
 MINIMISE_MAX = 12  # findings per engine and check: of a gross defect the first rungs show it, the rest are its consequences
 MINIMISE_S = 60.0
+MINIMISE_LEAST_S = 2.0  # with less a finding stays as it was met; the next campaign that meets it minimises it
+MINIMISE_TAIL_S = 2.0  # to start two workers, locate the defect and write the capsule
 THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # sizes are small: more threads are slower
 CLOSE_S = 10.0
+CLOSING_S = 1.5  # for the last batch and to put a shard's rows in order
 
 
 class NotLoadable(Exception):
@@ -44,7 +48,10 @@ class ShardError(RuntimeError):
 
 @dataclass(frozen=True)
 class Options:
-    """`seconds`: of discovery per engine (None: until `trials`); `jobs`: shards (None: one per core)."""
+    """`seconds`: of discovery per engine (None: until `trials`); `jobs`: shards (None: one per core).
+
+    `until`: of time.monotonic(), which is one clock for all processes of a machine: discovery and minimising are cut to end by then.
+    """
 
     store: str
     trials: int = TRIALS
@@ -56,6 +63,8 @@ class Options:
     preset: str = ""
     minimise: bool = True
     minimise_seconds: float = MINIMISE_S
+    reserve: float = 0.0  # of `seconds`: a shard that met something new leaves them for minimising
+    until: float = math.inf
     stop_at_first: bool = False
     purpose: str = "check"
     command: str = ""
@@ -170,21 +179,40 @@ def run_row(engines: Sequence[str], options: Options) -> dict[str, Any]:
 
 
 def check_engine(engine: str, run_id: str, options: Options, progress: Progress = silent) -> EngineResult:
-    """Discovery on all shards, then the new findings minimised, one by one on whichever shard is free."""
+    """Discovery on all shards; the new findings are minimised one by one, each on whichever shard is done with its part."""
     options = fitted(options)
     count = options.jobs or os.cpu_count() or 1
     began = time.monotonic()
     result = EngineResult(engine)
+    waiting: list[dict[str, Any]] = []
+    handed_out = 0
     with Shards(count) as shards:
         quota, rest = divmod(options.trials, count)
         for number in range(count):
             shards.send(number, {
                 "do": "discover", "engine": engine, "store": options.store, "run_id": run_id, "writer": f"{safe(engine)}-{number}",
-                "trials": quota + (number < rest), "seconds": options.seconds, "seed": options.seed * 1_000_003 + number, "hazards": options.hazards,
-                "checkpoint": options.checkpoint, "preset": options.preset, "stop_at_first": options.stop_at_first, "not_reproduced": options.not_reproduced,
+                "trials": quota + (number < rest), "seconds": options.seconds, "until": options.until - CLOSING_S, "reserve": options.reserve, "seed": options.seed * 1_000_003 + number,
+                "hazards": options.hazards, "checkpoint": options.checkpoint, "preset": options.preset, "stop_at_first": options.stop_at_first,
+                "not_reproduced": options.not_reproduced,
             })  # fmt: skip
-        waiting: list[dict[str, Any]] = []
         progress_of: dict[int, Mapping[str, Any]] = {}
+
+        def minimise_next(number: int) -> bool:
+            """Hand the shard the finding on the lowest rung that waits, as long as there is time."""
+            nonlocal handed_out
+            left = options.until - time.monotonic() - MINIMISE_TAIL_S
+            if not options.minimise or not waiting or handed_out == MINIMISE_MAX or left < MINIMISE_LEAST_S:
+                return False
+            event = min(waiting, key=_rung_first)
+            waiting.remove(event)
+            handed_out += 1
+            shards.send(number, {
+                "do": "minimise", "engine": engine, "store": options.store, "run_id": run_id, "hazards": options.hazards, "checkpoint": options.checkpoint,
+                "preset": options.preset, "seconds": min(options.minimise_seconds, left),
+                **{key: event[key] for key in ("finding_id", "fingerprint", "case", "choices", "kind", "size", "history")},
+            })  # fmt: skip
+            return True
+
         for number, event in shards.events(set(range(count))):
             kind = event["event"]
             if kind == "progress":
@@ -200,20 +228,29 @@ def check_engine(engine: str, run_id: str, options: Options, progress: Progress 
                 held = result.findings.get(event["finding_id"])
                 if held is None:
                     progress(engine, event)
-                if held is None or (event["minimise"] and not held["minimise"]):  # now it has a case that fails on its own
+                if held is None or (event["note"] == "" and held["note"] != ""):  # now it has a case that fails on its own
                     result.findings[event["finding_id"]] = dict(event)
+                    waiting = [other for other in waiting if other["finding_id"] != event["finding_id"]]
                     if event["minimise"]:
                         waiting.append(event)
+                        for free in shards.free[:1]:
+                            minimise_next(free)
+            elif kind == "minimised":
+                result.findings[event["finding_id"]] |= event | {"event": "finding"}
+                progress(engine, event)
             elif kind == "discovered":
                 _merge(result, event)
-                shards.idle(number)
+                result.seconds = time.monotonic() - began
             elif kind == "nothing":
                 result.nothing = event["reason"]
+            if kind in ("discovered", "nothing", "minimised") and not minimise_next(number):
                 shards.idle(number)
-        result.seconds = time.monotonic() - began
-        if options.minimise and waiting:
-            _minimise(shards, engine, run_id, options, waiting, result, progress)
     return result
+
+
+def _rung_first(event: Mapping[str, Any]) -> tuple[int, bool]:
+    order = {rung: index for index, rung in enumerate(RUNGS)}
+    return order.get(event["fingerprint"][4], len(order)), event["kind"] != "op"
 
 
 def fitted(options: Options) -> Options:
@@ -223,32 +260,6 @@ def fitted(options: Options) -> Options:
         return options
     trials = options.trials if options.trials < TRIALS else 1
     return dataclasses.replace(options, trials=trials, jobs=1, minimise=False)
-
-
-def _minimise(
-    shards: Shards, engine: str, run_id: str, options: Options, waiting: list[dict[str, Any]], result: EngineResult, progress: Progress
-) -> None:
-    order = {rung: index for index, rung in enumerate(RUNGS)}
-    queue = sorted(waiting, key=lambda event: (order.get(event["fingerprint"][4], len(order)), event["kind"] != "op"))[:MINIMISE_MAX]
-
-    def hand_out(number: int) -> bool:
-        if not queue:
-            return False
-        event = queue.pop(0)
-        shards.send(number, {
-            "do": "minimise", "engine": engine, "store": options.store, "run_id": run_id, "hazards": options.hazards, "checkpoint": options.checkpoint, "preset": options.preset,
-            "seconds": options.minimise_seconds,
-            **{key: event[key] for key in ("finding_id", "fingerprint", "case", "choices", "kind", "size")},
-        })  # fmt: skip
-        return True
-
-    busy = {number for number in range(shards.count) if hand_out(number)}
-    for number, event in shards.events(busy):
-        if event["event"] == "minimised":
-            result.findings[event["finding_id"]] |= event | {"event": "finding"}
-            progress(engine, event)
-            if not hand_out(number):
-                shards.idle(number)
 
 
 def _merge(result: EngineResult, event: Mapping[str, Any]) -> None:
@@ -315,6 +326,11 @@ class Shards:
             stdin.write(json.dumps(job) + "\n")
             stdin.flush()
         self._busy.add(number)
+
+    @property
+    def free(self) -> list[int]:
+        """Shards that have no job."""
+        return [number for number in range(self.count) if number not in self._busy]
 
     def idle(self, number: int) -> None:
         self._busy.discard(number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import heapq
 import json
 import os
 import random
@@ -36,9 +37,12 @@ from reports.store import fingerprint as store_fingerprint
 EVENT_EVERY_S = 0.5
 HISTORY = 48  # cases kept, to tell a failure that needs earlier cases from a flaky one
 ALONE_TRIES = 60  # later cases with the fingerprint of a finding that needed its history, until one fails on its own
+ALONE_S = 5.0  # a check that stops at its first finding waits this long for such a case; then the history is minimised
 REPLAYS = 3  # in a fresh worker, before a new finding is believed; more are made by `nightly`
 HANGS_MAX = 3  # of one op or kind, each costs a deadline; then it is left out of the diet
 SAMPLE = 200  # one trial in this many keeps its case line in the store although nothing is wrong
+SLOWEST = 10  # trials of each shard that keep their case line because they took longest; about SLOWEST * ln(trials / SLOWEST) lines
+SEARCH_LEAST_S = 1.0  # of a campaign whose time went into loading the engine
 PR_SET_PDEATHSIG = 1
 
 
@@ -95,6 +99,9 @@ class Shard:
         self.counts = {"trials": 0, "frozen": 0, "failing": 0}
         self.verdicts: collections.Counter[str] = collections.Counter()  # of trials
         self.first_finding_s = -1.0
+        self.began = time.monotonic()
+        self.to_minimise = False  # a finding was met that is worth the time
+        self.slowest: list[float] = []  # a heap: seconds of the slowest trials so far
 
     def _known_minima(self) -> dict[Fingerprint, dict[str, Any]]:
         """Findings of earlier runs that still stand, with their smallest case: met again they are counted, not minimised again."""
@@ -118,7 +125,7 @@ class Shard:
 
     def discover(self) -> None:
         """Trials until the quota or the time is used up."""
-        began = said = time.monotonic()
+        began = said = self.began = time.monotonic()
         diet = diet_of(
             self.supervisor.description,
             hazards=self.job.get("hazards", True),
@@ -135,15 +142,18 @@ class Shard:
         if self.job.get("writer", "").endswith("-0"):
             self.audit(began)
         quota, seconds = self.job["trials"], self.job.get("seconds") or float("inf")
+        reserve = self.job.get("reserve", 0.0)
+        until = max(min(began + seconds, self.job.get("until", float("inf"))), began + min(seconds, SEARCH_LEAST_S))
         discovery = Discovery(diet, self.job["seed"], self.bench.outcomes, self.record, trials_expected=quota)
-        while discovery.trials < quota and time.monotonic() - began < seconds:
+        while discovery.trials < quota and time.monotonic() < until - reserve * self.to_minimise:
             for fresh in discovery.step():
                 self.announce(fresh, time.monotonic() - began)
             if self.hangs:
                 discovery.diet = self.without_hanging(discovery.diet)
                 if not discovery.diet.shares():
                     break
-            if self.job.get("stop_at_first") and self.known.keys() - self.leaning.keys():
+            waited = time.monotonic() - began - self.first_finding_s > ALONE_S
+            if self.job.get("stop_at_first") and (self.known.keys() - self.leaning.keys() or (self.known and waited)):
                 break
             if time.monotonic() - said > EVENT_EVERY_S:
                 said = time.monotonic()
@@ -182,9 +192,13 @@ class Shard:
         for rung, judgements in by_rung.items():
             if rung in self.tallies:
                 self.tallies[rung].add(judgements)
-        self.writer.add_trial(trial_row(self.name, name, outcome, found is not None or self.counts["trials"] % SAMPLE == 1))
+        kept = found is not None or self._is_slow(outcome.seconds) or self.counts["trials"] % SAMPLE == 1
+        self.writer.add_trial(trial_row(self.name, name, outcome, kept))
         for region, value in coverage.cells(case):
             self.writer.add_coverage({"engine": self.name, "region": region, "value": value, "findings": int(found is not None)})
+        if any(judgement.checked and judgement.verdict != Verdict.UNSUPPORTED for judgement in outcome.judgements):
+            for cell in coverage.crossed(case):
+                self.writer.add_cell(self.name, cell, failing=found is not None)
         self.history.append(case)
         if found is None:
             return False
@@ -197,6 +211,8 @@ class Shard:
             row = self.earlier[found[0]]
             self.known[found[0]] = str(row["finding_id"])
             self.late_hits[found[0]] += 1
+            if self.first_finding_s < 0:
+                self.first_finding_s = time.monotonic() - self.began
             self.say(
                 "finding", finding_id=row["finding_id"], status=row["status"], fingerprint=list(found[0]), message=row["message"], case=row["case"],
                 minimise=False, note="known", nodes=row["nodes"], minimal=True,
@@ -204,6 +220,13 @@ class Shard:
             return False
         self.known[found[0]] = ""
         return True
+
+    def _is_slow(self, seconds: float) -> bool:
+        """Whether it is among the SLOWEST trials so far: their cases are kept, so that the page can say what a night waits for."""
+        if len(self.slowest) < SLOWEST:
+            heapq.heappush(self.slowest, seconds)
+            return True
+        return heapq.heappushpop(self.slowest, seconds) < seconds
 
     def _may_stand_alone(self, print_: Fingerprint) -> bool:
         """Whether a case with a known fingerprint is worth a replay: so far that finding shows only after earlier cases."""
@@ -224,11 +247,14 @@ class Shard:
         print_ = met
         if met in self.leaning and not replay.fails_again(self.supervisor, outcome.case, met):
             return
-        reproduced, note = self.believed(outcome.case, print_)
+        reproduced, note, earlier = self.believed(outcome.case, print_)
+        case = outcome.case
+        if note == "needs history":
+            *earlier, case = earlier
         if note == "flaky":
             judgement = _flaky(judgement, reproduced)
             print_ = fingerprint.of(self.name, judgement)
-        finding = finding_row(self.supervisor.description, judgement, outcome.case) | {
+        finding = finding_row(self.supervisor.description, judgement, case) | {
             "run_id": self.job["run_id"], "reproduced": reproduced, "attempts": REPLAYS, "replay": replay_command(self.engine, self.job["store"], ""),
         }  # fmt: skip
         name, status = self.store.report_finding(finding)
@@ -256,26 +282,31 @@ class Shard:
             self.store.update_finding(name, {key: finding[key] for key in own})
         if self.first_finding_s < 0:
             self.first_finding_s = seconds
+        self.to_minimise |= note == ""
         self.say(
-            "finding", finding_id=name, status=status, fingerprint=list(print_), message=judgement.message, case=to_json(outcome.case),
-            minimise=note == "", note=note, choices=fresh.choices.hex(), kind=kind_of(outcome.case), size=fresh.size,
+            "finding", finding_id=name, status=status, fingerprint=list(print_), message=judgement.message, case=to_json(case),
+            minimise=note != "flaky" or reproduced > 0, note=note, choices=fresh.choices.hex(), kind=kind_of(case), size=fresh.size,
+            history=[to_json(one) for one in earlier],
         )  # fmt: skip
 
-    def believed(self, case: Case, wanted: Fingerprint) -> tuple[int, str]:
-        """(failures in REPLAYS fresh workers, "" | "needs history" | "flaky")."""
+    def believed(self, case: Case, wanted: Fingerprint) -> tuple[int, str, list[Case]]:
+        """(failures in REPLAYS fresh workers, "" | "needs history" | "flaky", the cases that fail in this order where the history is needed: the
+        last of them fails)."""
         reproduced = sum(replay.fails_again(self.supervisor, case, wanted) for _ in range(REPLAYS))
         if reproduced == REPLAYS:
-            return reproduced, ""
+            return reproduced, "", []
         if not reproduced:
             self.supervisor.restart()
+            run: list[Case] = []
             for earlier in list(self.history):
+                run.append(earlier)
                 try:
                     again = fingerprint.first(self.name, list(self.bench.outcome(earlier).judgements))
                 except CaseError:
                     continue
                 if again is not None and again[0] == wanted:
-                    return reproduced, "needs history"
-        return reproduced, "flaky"
+                    return reproduced, "needs history", run
+        return reproduced, "flaky", []
 
     def without_hanging(self, diet: Diet) -> Diet:
         """The diet without what hung too often."""

@@ -373,7 +373,10 @@ def nightly(options: Options) -> int:
                     "report": page,
                     "findings": groups,
                     "accepted": sorted(night.accepted),
+                    "not_replayed": sorted(night.waiting),
+                    "seed": night.seed,
                     "engines": engines_,
+                    "sample": [dataclasses.asdict(score) for score in night.sample],
                 }
             )
         )
@@ -487,7 +490,7 @@ def replay(options: Options) -> int:
 
     stored, engine = _stored(options)
     with Supervisor(engine, deadline_s=patience()) as supervisor:
-        result = replay_module.replayed(supervisor, stored.case, stored.wanted, options.attempts)
+        result = replay_module.replayed(supervisor, stored.case, stored.wanted, options.attempts, stored.earlier)
     fails = result.reproduced > 0 or (result.changed and not options.bisect)
     code = FINDINGS if fails else CLEAN
     if options.json:

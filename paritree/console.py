@@ -59,6 +59,9 @@ class Log:
         elif event["event"] == "minimised":
             result = f"smallest case after {event['checks']} checks" if event["minimal"] else event["note"]
             print(f"{engine}: {event['finding_id']} {result}", file=sys.stderr, flush=True)
+        elif event["event"] == "plant":
+            result = "found" if event["found"] and event["localised"] else "found elsewhere" if event["found"] else "missed"
+            print(f"{engine}: plant {event['plant']} {result}", file=sys.stderr, flush=True)
         elif event["event"] == "replay":
             counts = f", {event['reproduced']} of {event['attempts']} replays fail" if "reproduced" in event else ""
             print(f"{engine}: {event['finding_id']} {event['status']}{counts}", file=sys.stderr, flush=True)
@@ -142,6 +145,7 @@ def night(result: Night, store: str = "") -> str:
     for status, rows in result.by_status().items():
         for row in rows:
             accepted = " (accepted in the ledger)" if row["finding_id"] in result.accepted else ""
+            accepted += " (not replayed tonight: no time)" if row["finding_id"] in result.waiting else ""
             lines.append(
                 f"{status:9} {row['finding_id']} {row['engine']} {row['verdict']} {row['op'] or row['rule']} ({row['rung']}){accepted}: {first_line(row['message'])}"
             )
@@ -150,6 +154,9 @@ def night(result: Night, store: str = "") -> str:
     if result.sample:
         found, right = sum(score.found for score in result.sample), sum(score.localised for score in result.sample)
         lines.append(f"the judge itself: {found} of {len(result.sample)} planted defects found tonight, {right} at the right place")
+        lines += [
+            f"  missed: {score.mutant} ({score.defect_class}) in {score.searched:.0f} s" for score in result.sample if not score.found
+        ]
     return "\n".join(lines)
 
 

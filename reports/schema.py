@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reports.cells import AXES, MEANING
+
 SCHEMA = 1  # a store with a higher number is refused; a lower one is read (columns it lacks get their empty value)
 
 # In order of severity, as in oracles.judgement.
@@ -130,6 +132,15 @@ COVERAGE = (
     Column("findings", "int", "trials", "of these, with a finding verdict"),
 )
 
+CELLS = (
+    _RUN,
+    _WRITER,
+    _ENGINE,
+    *(Column(axis, "string", "", f"{MEANING[axis]}; one of {', '.join(classes)}", required=True) for axis, classes in AXES.items()),
+    Column("trees", "int", "trees", "draft trees in the cell: one per sequence and round of a session that was judged"),
+    Column("findings", "int", "trees", "of these, in a trial with a finding verdict"),
+)
+
 MUTATION = (
     _RUN,
     _WRITER,
@@ -146,8 +157,10 @@ MUTATION = (
     Column("stated_nodes", "int", "nodes", "of the smallest case by hand; -1: not stated"),
     Column("seconds", "float", "s", "until the first finding"),
     Column("checks", "int", "runs of the engine", "that minimising took"),
-    Column("trials", "int", "trials", "that were run on the mutant"),
+    Column("trials", "int", "trials", "that were run on the mutant; 0: it is in the library and was not measured yet"),
     Column("finding_id", "string", "", "the finding"),
+    Column("searched", "float", "s", "that the search took: a plant that was not found was not met in this time"),
+    _TIME,
 )
 
 # Of SQLite, not of Parquet: one row per fingerprint.
@@ -195,6 +208,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "trials": TRIALS,
     "judgements": JUDGEMENTS,
     "coverage": COVERAGE,
+    "cells": CELLS,
     "mutation": MUTATION,
 }
 FINGERPRINT = ("engine", "verdict", "op or rule", "output", "rung")

@@ -1,7 +1,7 @@
 """The store: a folder that a campaign writes, and that pages, summaries and pandas read. Nothing in it is ever executed.
 
     campaign.sqlite          state: runs, findings (one row per fingerprint, with its life), sightings, events
-    parts/<table>/*.parquet  append-only rows: runs, trials, judgements, coverage, mutation
+    parts/<table>/*.parquet  append-only rows: runs, trials, judgements, coverage, cells, mutation
     findings/<id>/           capsules, written by campaigns
     ledger.toml              the user's decisions about findings; only read
 

@@ -18,9 +18,10 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from reports.cells import AXES, Cell
 from reports.errors import StoreError, from_os_error
 from reports.parts import write_part, write_table
-from reports.schema import COVERAGE, FINDING_VERDICTS, JUDGEMENTS, MUTATION, TRIALS, Column, clean
+from reports.schema import CELLS, COVERAGE, FINDING_VERDICTS, JUDGEMENTS, MUTATION, TRIALS, Column, clean
 
 ROWS_PER_PART = 2_000  # about 50 kB: small enough to lose, large enough to compress
 SECONDS_PER_PART = 5.0  # what a kill may cost
@@ -29,7 +30,14 @@ ROWS_PER_COMPACTED = 200_000  # larger parts are left alone, so that each row is
 FULL_ROWS_PER_GROUP = 50  # judgements in full per group: enough to see the pattern; the aggregate counts all
 
 _JUDGEMENT_NAMES = frozenset(c.name for c in JUDGEMENTS)
-_COLUMNS: dict[str, tuple[Column, ...]] = {"trials": TRIALS, "judgements": JUDGEMENTS, "coverage": COVERAGE, "mutation": MUTATION}
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    "trials": TRIALS,
+    "judgements": JUDGEMENTS,
+    "coverage": COVERAGE,
+    "cells": CELLS,
+    "mutation": MUTATION,
+}
+_SUMS = {"coverage": ("trials", "findings"), "cells": ("trees", "findings")}  # tables of sums, and their columns that add up
 _Group = tuple[str, str, str, str, int, str, str]
 
 
@@ -56,6 +64,7 @@ class Writer:
     _last_case: dict[_Group, str] = field(default_factory=dict)
     _in_full: dict[_Group, int] = field(default_factory=dict)
     _cells: dict[tuple[str, str, str], list[int]] = field(default_factory=dict)
+    _crossed: dict[tuple[str, Cell], list[int]] = field(default_factory=dict)
     _small: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in _COLUMNS})
     _token: str = field(default_factory=lambda: os.urandom(4).hex())  # a restarted writer never overwrites its predecessor's parts
     _part: int = 0
@@ -83,6 +92,16 @@ class Writer:
         cell = self._cells.setdefault((given["engine"], given["region"], given["value"]), [0, 0])
         cell[0] += given["trials"]
         cell[1] += given["findings"]
+        self._tick()
+
+    def add_cell(self, engine: str, cell: Cell, *, failing: bool = False) -> None:
+        """One draft tree in a cell of the crossed coverage (reports/cells.py). Raises ValueError for a class that its axis does not have."""
+        for (axis, classes), word in zip(AXES.items(), cell, strict=True):
+            if word not in classes:
+                raise ValueError(f"the axis {axis} of the coverage has no class {word!r}; it has {', '.join(classes)}")
+        sums = self._crossed.setdefault((engine, cell), [0, 0])
+        sums[0] += 1
+        sums[1] += failing
         self._tick()
 
     def add_judgement(self, row: Mapping[str, Any]) -> None:
@@ -153,8 +172,7 @@ class Writer:
         if self._closed:
             raise StoreError(self.parts, f"writer {self.writer_id} is closed", "an open writer", "ask the store for another")
         identity = {"run_id": self.run_id, "writer": self.writer_id}
-        own: dict[str, Any] = identity if table == "mutation" or table == "coverage" else identity | {"time": time.time()}
-        self._rows[table].append(clean(table, columns, {**row, **own}))
+        self._rows[table].append(clean(table, columns, {**row, **identity, "time": time.time()}))
         self._tick()
 
     def _tick(self) -> None:
@@ -194,6 +212,10 @@ class Writer:
             row = {"engine": engine, "region": region, "value": value, "trials": trials, "findings": findings}
             self._rows["coverage"].append(clean("coverage", COVERAGE, row | identity))
         self._cells.clear()
+        for (engine, cell), (trees, findings) in self._crossed.items():
+            row = dict(zip(AXES, cell, strict=True)) | {"engine": engine, "trees": trees, "findings": findings}
+            self._rows["cells"].append(clean("cells", CELLS, row | identity))
+        self._crossed.clear()
 
     def _name(self) -> str:
         self._part += 1
@@ -208,7 +230,7 @@ class Writer:
         folder = self.parts / table
         try:
             data = [pq.read_table(folder / name, partitioning=None) for name in names]
-            merged = pa.concat_tables(data)
+            merged = _summed(pa.concat_tables(data), table)
             name = self._name()
             write_table(folder, name, table, merged, replaces=names)
             for old in names:
@@ -216,3 +238,12 @@ class Writer:
         except OSError as problem:
             raise from_os_error(folder, problem) from None
         self._small[table] = [name] if len(merged) < ROWS_PER_COMPACTED else []
+
+
+def _summed(data: pa.Table, table: str) -> pa.Table:
+    """Rows of a table of sums that say the same of one cell become one row: a night touches the same cells in each of its parts."""
+    if table not in _SUMS:
+        return data
+    keys = [name for name in data.column_names if name not in _SUMS[table]]
+    sums = data.group_by(keys, use_threads=False).aggregate([(name, "sum") for name in _SUMS[table]])
+    return sums.rename_columns([name.removesuffix("_sum") for name in sums.column_names]).select(data.column_names)

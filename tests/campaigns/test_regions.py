@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from campaigns import coverage
 from campaigns.case import Case, GenerateCase, OpCase, SessionCase, TreeCase
 from campaigns.discover import Discovery, diet_of
-from campaigns.regions import REGIONS, beside, regions
+from campaigns.plan import Planner, depths, session_script
+from campaigns.regions import EXTREME_WEIGHTS, REGIONS, beside, regions
 from campaigns.trial import Outcome
 from impls.registry import resolve
+from reports import cells
 
 PLAIN = SessionCase("tiny", (), 0, "ordinary", ((3, 1),), ())
 OP = OpCase("matmul", (("K", 11), ("N", 11), ("T", 11)), (), "ordinary", 0)
@@ -57,7 +62,7 @@ def test_a_boundary_has_two_sides(value: int, expected: bool) -> None:
 
 def test_the_generator_reaches_every_region_and_every_declared_cell() -> None:
     """Cases are drawn, not run. The numbers of an ordinary check are an order of magnitude larger."""
-    met: Counter[coverage.Cell] = Counter()
+    met: Counter[coverage.Region] = Counter()
 
     def drawn(cases: Sequence[Case]) -> list[Outcome]:
         for case in cases:
@@ -78,10 +83,94 @@ def test_the_generator_reaches_every_region_and_every_declared_cell() -> None:
     assert ops - met.keys() == set()
 
 
-def test_shapes_are_declared_with_the_words_that_cases_give() -> None:
-    trees = ((), ((0, 1),), ((0, 1), (1, 0)), ((0, 1), (0, 1), (0, 0), (0, 0)), tuple((n, 0) for n in range(5)))
-    for length in (1, 15, 16, 17, 20):
-        case = dataclasses.replace(PLAIN, prompts=((length, 1),), rounds=tuple((tree,) for tree in trees))
-        given = {cell for cell in coverage.cells(case) if cell[0] == coverage.SHAPE}
-        assert given
-        assert given <= coverage.declared()
+@pytest.mark.parametrize("seed", [0, 5])
+def test_every_region_is_reached_early(seed: int) -> None:
+    """Region 10 needs full sizes, which come after the first 600 trials of a campaign; extreme weights are rare among sessions."""
+    first: dict[str, int] = {}
+    number = 0
+
+    def drawn(cases: Sequence[Case]) -> list[Outcome]:
+        nonlocal number
+        for case in cases:
+            number += 1
+            words = {str(region) for region in regions(case)}
+            words |= {f"{case.regime} operands"} if isinstance(case, OpCase) else set()
+            words |= {"extreme weights"} if isinstance(case, SessionCase) and case.regime in EXTREME_WEIGHTS else set()
+            for word in words:
+                first.setdefault(word, number)
+        return [Outcome(case, (), 0.0) for case in cases]
+
+    discovery = Discovery(diet_of(resolve("blocked").describe()), seed * 1_000_003, drawn, lambda outcome: False, trials_expected=10_000)
+    while discovery.trials < 1000:
+        discovery.step()
+    wanted = {*map(str, REGIONS), "extreme operands", "lattice operands", "extreme weights"}
+    assert wanted <= first.keys()
+    assert all(first[word] <= 150 for word in wanted - {"10", "extreme weights"}), first
+    assert first["10"] <= 700
+
+
+# ---- crossed cells ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_reachable_cell_has_a_case_in_it() -> None:
+    """The rules say no to nothing that can be, and a campaign that wants a cell gets it."""
+    assert [cell for cell in cells.every() if cell not in set(coverage.crossed(coverage.witness(cell)))] == []
+
+
+def test_a_cell_that_cannot_be_has_no_case() -> None:
+    impossible = [cell for cell in itertools.product(*cells.AXES.values()) if not cells.reachable(cell)]
+    assert len(impossible) + len(cells.every()) == math.prod(len(classes) for classes in cells.AXES.values())
+    with pytest.raises(ValueError, match="a tree of depth 0 has no width"):
+        coverage.witness(impossible[0])
+
+
+def planned(case: SessionCase) -> list[tuple[int, ...]]:
+    """(depth, width, prefix, distinct prefixes, sequences, round) of each tree, read off the steps that the planner really hands in."""
+    out: list[tuple[int, ...]] = []
+
+    class Watching(Planner):
+        def submit(self, number: int, tokens: Any, parents: Any, paths: Any) -> None:
+            prefixes = [self.lengths[sequence] for sequence in tokens]
+            for sequence in sorted(tokens):
+                if self.lengths[sequence]:  # a sequence that joins late has no row yet, and brings its prompt
+                    children = Counter(parents[sequence][1:].tolist())
+                    tall, wide = int(depths(parents[sequence]).max()), max(children.values(), default=0)
+                    out.append((tall, wide, self.lengths[sequence], len(set(prefixes)), len(prefixes), number + 1))
+            super().submit(number, tokens, parents, paths)
+
+    session_script(case, planner_of=Watching)
+    return out
+
+
+def in_words(tall: int, wide: int, prefix: int, distinct: int, sequences: int, round_: int) -> tuple[str, ...]:
+    """The classes once more, written out."""
+    depth = "0" if tall == 0 else "1" if tall == 1 else "2 to 3" if tall < 4 else "4+"
+    batch = "alone" if sequences == 1 else "equal" if distinct == 1 else "unequal"
+    page = {0: "0", 1: "1", 15: "15"}.get(prefix % 16, "other")
+    return depth, str(wide) if wide < 3 else "3+", page, batch, str(round_) if round_ < 3 else "3+"
+
+
+def test_cells_are_those_of_the_trees_that_an_engine_is_given() -> None:
+    drawn: list[SessionCase] = []
+
+    def kept(cases: Sequence[Case]) -> list[Outcome]:
+        drawn.extend(dataclasses.replace(case, generate=None) for case in cases if isinstance(case, SessionCase))
+        return [Outcome(case, (), 0.0) for case in cases]
+
+    diet = dataclasses.replace(diet_of(resolve("blocked").describe()), mix=(("session", 1.0),))
+    discovery = Discovery(diet, 3, kept, lambda outcome: False, trials_expected=1000)
+    while discovery.trials < 500:
+        discovery.step()
+    assert {"late", "fork", "orphan"} <= {hazard for case in drawn for hazard in case.hazards}
+    for case in drawn:
+        found = list(coverage.crossed(case))
+        assert all(map(cells.reachable, found)), case
+        assert [(*cell[:4], cell[7]) for cell in found] == [in_words(*tree) for tree in planned(case)], case
+
+
+def test_a_cell_names_what_the_weights_the_cache_and_the_hazard_are() -> None:
+    case = dataclasses.replace(PLAIN, regime="tied-experts", overrides=(("cache_format", "bfloat16"),), rounds=(((),),), hazards=("views",))
+    assert list(coverage.crossed(case)) == [("0", "0", "other", "alone", "bfloat16", "experts", "memory", "1")]
+    two = dataclasses.replace(case, prompts=((15, 1), (15, 2)), hazards=("interleaved",))
+    assert set(coverage.crossed(two)) == {("0", "0", "15", "equal", "bfloat16", "experts", "rows", "1")}
+    assert list(coverage.crossed(OP)) == []

@@ -58,10 +58,7 @@ def mixed() -> list[Case]:
 
 def test_every_declared_region_is_reached(mixed: list[Case]) -> None:
     reached = Counter(cell for case in mixed for cell in coverage.cells(case))
-    missing = sorted(coverage.declared() - reached.keys())
-    crossed = [cell for cell in missing if " x " in cell[0]]  # rare corners of a product of sizes: a long campaign reaches them
-    assert [cell for cell in missing if cell not in crossed] == []
-    assert len(crossed) <= sum(" x " in region for region, _ in coverage.declared()) // 10
+    assert sorted(coverage.declared() - reached.keys()) == []
 
 
 def test_every_case_of_a_campaign_is_a_line(mixed: list[Case]) -> None:
