@@ -13,7 +13,7 @@ import numpy as np
 
 from campaigns.case import CaseError, SessionCase
 from campaigns.plan import Planner, config_of, generate_step, session_script
-from oracles.relations import BITS, CLOSE, Relation
+from oracles.relations import BITS, CLOSE, TOKENS, Relation
 from spec.engine import Departure, Int, departed
 from spec.script import CacheRows, Commit, Evict, Fork, Forward, Script, Step
 
@@ -165,7 +165,7 @@ RECIPES: Mapping[str, tuple[Relation, Recipe]] = {
     "chunks": (Relation("chunks", "C6", CLOSE, "a prompt may be cut anywhere"), _chunked),
     "alone": (Relation("alone", "C6", CLOSE, "a row does not depend on the other sequences of its batch"), _apart),
     "prefill": (Relation("prefill", "K1", CLOSE, "the cache after commits is that of a fresh prefill"), _planned(_FreshPrefill)),
-    "budget": (Relation("budget", "T5", CLOSE, "a smaller budget gives the first nodes of the same tree, and the same stream"), _budget),
+    "budget": (Relation("budget", "T5", TOKENS, "a smaller budget gives the first nodes of the same tree"), _budget),
 }
 
 

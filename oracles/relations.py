@@ -1,34 +1,37 @@
 """Two runs of one engine that must agree: rows that see the same tokens have the same logits, whatever was beside them.
 
-Three kinds of equality. Bit for bit where shapes, rows and expert counts are the same in both runs, or the profile claims batch invariance. Otherwise
-both runs may round differently: each is allowed the statistical bound of `oracles.noise` (two of them, by the triangle inequality), and rows
-that honest rounding may route to other experts are left open. Without a model of the engine's size no bound is known: then only bits are judged
-and everything else is UNVERIFIED, with the largest difference that was seen.
+Each relation declares its kind of equality. BITS: shapes, rows and expert counts are the same in both runs (or the profile claims batch invariance,
+which turns CLOSE into BITS). CLOSE: both runs may round differently: each is allowed the statistical bound of `oracles.noise` (two of them, by the
+triangle inequality), and rows that honest rounding may route to other experts are left open. Without a model of the engine's size no bound is known:
+then only bits are judged and everything else is UNVERIFIED, with the largest difference that was seen. TOKENS: trees are integers, built from the
+drafter's logits, which are ours: their nodes must be equal.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from oracles.answers import of_failure
 from oracles.compare import close_number
 from oracles.generation import RUNG
 from oracles.history import History, replay
-from oracles.judgement import Judgement, Verdict
+from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.noise import Noise, Rows, noise, shares_of
 from oracles.walk import JudgeModel
 from spec.engine import Profile
-from spec.script import Forward, Generate, Script, Step, Trace
+from spec.script import Answer, Forward, Generate, Script, Step, Trace
 
-BITS, CLOSE = "bit for bit", "within rounding"
+BITS, CLOSE, TOKENS = "bit for bit", "within rounding", "token for token"
 
 
 @dataclass(frozen=True)
 class Relation:
-    """`rule`: what is broken where it does not hold; `equality`: BITS or CLOSE; `statement` completes "must hold: ..."."""
+    """`rule`: what is broken where it does not hold; `equality`: BITS, CLOSE or TOKENS; `statement` completes "must hold: ..."."""
 
     name: str
     rule: str
@@ -48,9 +51,19 @@ class Run:
 def judge_relation(
     relation: Relation, first: tuple[Script, Trace], second: tuple[Script, Trace], profile: Profile, model: JudgeModel | None
 ) -> list[Judgement]:
-    """At most two judgements: of logits, and for `budget` of the streams. Empty where a run answered nothing comparable: failures are the
-    business of the session's own judge."""
-    if relation.name == "budget":
+    """One judgement: of logits, or for TOKENS of the trees. Empty where the first run answered nothing comparable: its failures are the business of the
+    session's own judge. Where what was answered agrees, a step that fails in the second run only is the judgement: it is the same session."""
+    related = _related(relation, first, second, profile, model)
+    if any(judgement.verdict in FINDINGS for judgement in related):
+        return related
+    failed = _second_failure(relation, first[1], second)
+    return related if failed is None else [failed]
+
+
+def _related(
+    relation: Relation, first: tuple[Script, Trace], second: tuple[Script, Trace], profile: Profile, model: JudgeModel | None
+) -> list[Judgement]:
+    if relation.equality == TOKENS:
         return _streams(relation, first, second)
     one, two = _run(*first), _run(*second)
     if one is None or two is None:
@@ -75,6 +88,22 @@ def judge_relation(
 
         bound = noise(model, Rows(h.token, h.position, h.visible, h.wanted), profile, enough=enough)
     return [_close(relation, one, pairs, a, b, bound, fields)]
+
+
+def _second_failure(relation: Relation, first: Trace, second: tuple[Script, Trace]) -> Judgement | None:
+    """Of the first step of the second run that the engine refused or failed, where the first run went through."""
+    script, trace = second
+    if first.failure is not None or any(_failed(answer) for answer in first.answers):
+        return None
+    for number, (step, answer) in enumerate(zip(script.steps, trace.answers, strict=False)):
+        if answer.failure is not None and _failed(answer):
+            failed = of_failure(answer.failure, step, number)
+            return dataclasses.replace(failed, tap=f"relation {relation.name}", message=f"run the other way only, {failed.message}")
+    return None
+
+
+def _failed(answer: Answer) -> bool:
+    return answer.failure is not None and answer.failure.kind != "unsupported"
 
 
 def _pairs(one: Run, two: Run, same_shapes: bool) -> NDArray[np.intp]:

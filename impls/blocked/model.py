@@ -87,12 +87,13 @@ class BlockedSession:
         positions = np.empty(len(rows), np.int32)
         for sequence in dict.fromkeys(rows.sequence.tolist()):
             at = np.flatnonzero(rows.sequence == sequence)
-            prefix_len = self._cache.committed(sequence)
-            local = {row: node for node, row in enumerate(at.tolist())} | {-1: -1}
+            row = self._points.table_row(sequence)
+            prefix_len = self._cache.committed(row)
+            local = {index: node for node, index in enumerate(at.tolist())} | {-1: -1}
             parents = [local[parent] for parent in rows.parent[at].tolist()]
             node = np.arange(len(at), dtype=np.int32)
             positions[at] = self._points.position(prefix_len, node, rows.position[at] - np.int32(prefix_len))
-            slots = self._cache.reserve(sequence, len(at))
+            slots = self._cache.reserve(row, len(at))
             self._cache.positions[slots[prefix_len:]] = positions[at]
             seen = self._points.visible(parents, prefix_len)
             if window := self._config.window:
@@ -229,16 +230,16 @@ class BlockedSession:
 
     def commit(self, sequence: int, path: Int) -> None:
         """K1-K3. Raises EngineError for a path that does not ascend within the pending rows."""
-        self._cache.commit(sequence, path.tolist())
+        self._cache.commit(self._points.table_row(sequence), path.tolist())
 
     def cache_rows(self, sequence: int, layer: int) -> Float:
-        return self._cache.rows(sequence, layer)
+        return self._cache.rows(self._points.table_row(sequence), layer)
 
     def evict(self, sequence: int) -> None:
-        self._cache.evict(sequence)
+        self._cache.evict(self._points.table_row(sequence))
 
     def fork(self, source: int, target: int) -> None:
-        self._cache.fork(source, target)
+        self._cache.fork(self._points.table_row(source), self._points.table_row(target))
 
     def free_slots(self) -> int:
         return self._cache.free_slots()
@@ -272,7 +273,7 @@ class BlockedSession:
     def _prefill(self, streams: Sequence[_Stream]) -> None:
         batch = [(s.number, s.history, list(range(-1, len(s.history) - 1)), list(range(len(s.history)))) for s in streams]
         for stream, (choice, logits) in zip(streams, self._choose(batch), strict=True):
-            self._cache.commit(stream.number, range(len(stream.history)))
+            self._cache.commit(self._points.table_row(stream.number), range(len(stream.history)))
             drawn = self._drawn(stream, [stream.history[-1]], [-1], logits[-1:])
             stream.emit(self._points, [choice[-1] if drawn is None else drawn[0]])
 
@@ -289,7 +290,7 @@ class BlockedSession:
             path, bonus = tree.accept(p, draft.tokens, draft.parents, choice if drawn is None else drawn)
             stream.rounds.append(Round(tuple(draft.tokens), tuple(draft.parents), tuple(path), bonus))
             fresh = stream.emit(p, p.emitted(path, draft.tokens, bonus))
-            self._cache.commit(stream.number, path[:fresh])
+            self._cache.commit(p.table_row(stream.number), path[:fresh])
 
     def _draft(self, stream: _Stream, drafter: Drafter | None, budget: int) -> tree.DraftTree:
         root = stream.history[-1]

@@ -391,6 +391,11 @@ def row_slots(pages: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.i
     return pages[rows // PAGE] * PAGE + rows % PAGE
 
 
+def table_row(sequence: int) -> int:
+    """The row of the page table that holds a sequence: numbers are names, each has a row of its own (C6)."""
+    return sequence
+
+
 def keep(path: Sequence[int], pending: int) -> Sequence[int]:
     """The pending rows, in order, that a commit moves behind the prefix: those of the accepted path (K1)."""
     return path
@@ -587,6 +592,7 @@ class Points:
     argmax: Callable[[Float], Int] = argmax
     wanted_rows: Callable[[Bool], NDArray[np.intp]] = wanted_rows
     row_slots: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]] = row_slots
+    table_row: Callable[[int], int] = table_row
     keep: Callable[[Sequence[int], int], Sequence[int]] = keep
     committed_len: Callable[[int, int, int], int] = committed_len
     move: Callable[[Float, NDArray[np.int64], NDArray[np.int64], int], None] = move

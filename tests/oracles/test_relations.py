@@ -1,4 +1,4 @@
-"""Relations: honest engines keep them, each kills planted defects without any second opinion, and some defects fall to one of them alone."""
+"""Relations: honest engines keep them, and each kills planted defects without any second opinion (which of them alone: campaigns/test_alone.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from impls.planted.mutants import PLANTS
 from impls.registry import resolve
 from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.relations import BITS, judge_relation
-from spec.script import Forward, Generate
+from spec.script import Answer, Failure, Forward, Generate
 
 ROUNDS = (
     (((0, 0), (1, 1), (2, 1), (0, 1)), ((0, 1),)),
@@ -65,11 +65,6 @@ def test_each_relation_kills_a_planted_defect_without_a_reference(relation: str)
     (judgement,) = [j for j in judged(engine, relation) if j.verdict in FINDINGS]
     assert judgement.rule == RECIPES[relation][0].rule
     assert judgement.message
-
-
-@pytest.mark.parametrize(("plant", "relation"), [("Z07", "chain"), ("H17", "chunks"), ("H05", "prefill")])
-def test_some_defects_fall_to_one_relation_alone(plant: str, relation: str) -> None:
-    assert killed(f"blind+blocked:{plant}") == {relation}
 
 
 def test_recipes_cover_what_the_registry_says() -> None:
@@ -126,3 +121,24 @@ def test_a_value_that_is_no_number_is_named_as_such() -> None:
     (judgement,) = judge_relation(relation, (base, first), (other, second), first.description.profile, model)
     assert judgement.verdict is Verdict.NONFINITE
     assert judgement.index[1] == 3
+
+
+def test_a_step_that_fails_in_the_second_run_only_is_a_finding() -> None:
+    """The rows that were answered agree, and then an engine refuses what it did before."""
+    base = session_script(dataclasses.replace(CASE, generate=None))
+    relation, other = twin(dataclasses.replace(CASE, relation="decode"))
+    worker = InProcess(resolve("golden"))
+    first, second = worker.script(base), worker.script(other)
+    last = max(number for number, step in enumerate(other.steps) if isinstance(step, Forward))
+    refused = Answer(failure=Failure("raised", "no room"))
+    cut = dataclasses.replace(second, answers=[*second.answers[:last], refused])
+    (judgement,) = judge_relation(
+        relation, (base, first), (other, cut), first.description.profile, session_judge(base.config, base.weights).prepared
+    )
+    assert judgement.verdict is Verdict.MALFORMED
+    assert judgement.message == f"run the other way only, step {last} (forward): no room"
+    unsupported = Answer(failure=Failure("unsupported", "not offered"))
+    cut = dataclasses.replace(second, answers=[*second.answers[:last], unsupported])
+    assert all(
+        j.verdict is not Verdict.MALFORMED for j in judge_relation(relation, (base, first), (other, cut), first.description.profile, None)
+    )
