@@ -1,7 +1,9 @@
 // Grouped matrix products over the chosen experts in float32: answers spec/ops/moe.py together with swiglu_f32.
 //
 //   moe_group          ids [pairs] (pair = row * chosen + slot) -> starts [experts + 1], order [pairs]: the pairs of each expert, ascending
-//   matmul_grouped_f32 out [pairs, cols]: out[p] = a[p / divisor] @ b[ids[p]], b [experts, inner, cols]
+//   matmul_grouped_f32 out [pairs, cols]: out[p] = a[p / divisor] @ b[ids[p]], b [experts, inner, cols]; for many rows an expert
+//   matmul_grouped_rows_f32  the same for few rows an expert, where the time is that of reading the weights: up to two products of the
+//                            same rows in one launch (gate and up)
 //
 // gate and up read the row of a pair (divisor = chosen), down reads the pair's own activation (divisor = 1). Accumulates in float32
 // by FMA in order of `inner`. Experts without rows cost nothing but a look at their count.
@@ -11,32 +13,66 @@
 namespace paritree {
 namespace grouped {
 constexpr int ROWS = 32, COLS = 64, DEPTH = 16, THREADS = 256;
+constexpr int FEW_ROWS = 8, FEW_COLS = 32, WARPS = 8, CHUNK = 256, FLIGHT = 16;  // FLIGHT: weights of a lane on their way at a time
+
+// The expert of a tile of `size` rows, and the place of the tile among its own; expert == experts: there are fewer tiles. By whole warps.
+PARITREE_INLINE void find_tile(const int* starts, int experts, int size, int& tile, int& expert) {
+    const int lane = threadIdx.x & 31;
+    for (int first = 0; first < experts; first += 32) {
+        const int e = first + lane;
+        const int own = e < experts ? (starts[e + 1] - starts[e] + size - 1) / size : 0;
+        int before = own;  // tiles up to this lane's expert
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(FULL_WARP, before, step);
+            if (lane >= step) before += other;
+        }
+        const unsigned past = __ballot_sync(FULL_WARP, before > tile);
+        if (past) {
+            const int hit = __ffs(static_cast<int>(past)) - 1;
+            tile -= __shfl_sync(FULL_WARP, before - own, hit);
+            expert = first + hit;
+            return;
+        }
+        tile -= __shfl_sync(FULL_WARP, before, 31);
+    }
+    expert = experts;
 }
+}  // namespace grouped
 }  // namespace paritree
 
-// one block, at least `experts` threads unless experts > 1024; dynamic shared memory: experts + 1 words
+// one block of whole warps, a warp an expert at a time; dynamic shared memory: experts + 1 words
 extern "C" __global__ void moe_group(const int* ids, int* starts, int* order, int pairs, int experts) {
     PARITREE_SHARED(int, counts);
-    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    for (int e = warp; e < experts; e += warps) {
         int count = 0;
-        for (int p = 0; p < pairs; ++p) count += ids[p] == e;
-        counts[e] = count;
+        for (int first = 0; first < pairs; first += 32) count += __popc(__ballot_sync(paritree::FULL_WARP, first + lane < pairs && ids[first + lane] == e));
+        if (lane == 0) counts[e] = count;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (warp == 0) {
         int total = 0;
-        for (int e = 0; e < experts; ++e) {
-            const int count = counts[e];
-            starts[e] = counts[e] = total;
-            total += count;
+        for (int first = 0; first < experts; first += 32) {
+            const int e = first + lane, own = e < experts ? counts[e] : 0;
+            int upto = own;
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(paritree::FULL_WARP, upto, step);
+                if (lane >= step) upto += other;
+            }
+            if (e < experts) starts[e] = counts[e] = total + upto - own;
+            total += __shfl_sync(paritree::FULL_WARP, upto, 31);
         }
-        starts[experts] = total;
+        if (lane == 0) starts[experts] = total;
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+    for (int e = warp; e < experts; e += warps) {
         int at = counts[e];
-        for (int p = 0; p < pairs; ++p)
-            if (ids[p] == e) order[at++] = p;
+        for (int first = 0; first < pairs; first += 32) {
+            const bool own = first + lane < pairs && ids[first + lane] == e;
+            const unsigned owners = __ballot_sync(paritree::FULL_WARP, own);
+            if (own) order[at + __popc(owners & ((1u << lane) - 1u))] = first + lane;
+            at += __popc(owners);
+        }
     }
 }
 
@@ -46,14 +82,10 @@ matmul_grouped_f32(const float* a, int divisor, const float* b, const int* start
     using namespace paritree::grouped;
     __shared__ __align__(16) float a_tile[DEPTH][ROWS + 4];
     __shared__ __align__(16) float b_tile[DEPTH][COLS + 4];
-    int tile = blockIdx.y, expert = 0, count = 0;
-    for (; expert < experts; ++expert) {
-        count = starts[expert + 1] - starts[expert];
-        const int tiles = (count + ROWS - 1) / ROWS;
-        if (tile < tiles) break;
-        tile -= tiles;
-    }
+    int tile = blockIdx.y, expert;
+    find_tile(starts, experts, ROWS, tile, expert);
     if (expert == experts) return;
+    const int count = starts[expert + 1] - starts[expert];
     const int* own = order + starts[expert] + tile * ROWS;
     const int rows = min(ROWS, count - tile * ROWS);
     const float* weights = b + static_cast<long long>(expert) * inner * cols;
@@ -86,4 +118,60 @@ matmul_grouped_f32(const float* a, int divisor, const float* b, const int* start
         for (int j = 0; j < 4; ++j)
             if (tile_row + i < rows && first_col + tile_col + j < cols)
                 out[static_cast<long long>(own[tile_row + i]) * cols + first_col + tile_col + j] = sums[i][j];
+}
+
+// grid (ceil(cols / 32), number of row tiles: at most pairs / 8 + experts, 1 or 2), block 256. A lane owns a column; the warps share the depth,
+// every warp 32 of CHUNK, and are joined in order at the end.
+extern "C" __global__ void __launch_bounds__(256)
+matmul_grouped_rows_f32(const float* a, int divisor, const float* b, const float* second_b, const int* starts, const int* order, float* out,
+                        float* second_out, int experts, int cols, int inner) {
+    using namespace paritree::grouped;
+    __shared__ __align__(16) float a_tile[FEW_ROWS][CHUNK];
+    __shared__ float partial[WARPS][FEW_ROWS][FEW_COLS];
+    int tile = blockIdx.y, expert;
+    find_tile(starts, experts, FEW_ROWS, tile, expert);
+    if (expert == experts) return;
+    const int* own = order + starts[expert] + tile * FEW_ROWS;
+    const int rows = min(FEW_ROWS, starts[expert + 1] - starts[expert] - tile * FEW_ROWS);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, column = blockIdx.x * FEW_COLS + lane;
+    const float* weights = (blockIdx.z ? second_b : b) + static_cast<long long>(expert) * inner * cols + min(column, cols - 1);
+    float sums[FEW_ROWS];
+#pragma unroll
+    for (int m = 0; m < FEW_ROWS; ++m) sums[m] = 0.0f;
+    for (int start = 0; start < inner; start += CHUNK) {
+        __syncthreads();  // the chunk before has been used
+#pragma unroll
+        for (int m = 0; m < FEW_ROWS; ++m)
+            a_tile[m][thread] = m < rows && start + thread < inner ? a[static_cast<long long>(own[m] / divisor) * inner + start + thread] : 0.0f;
+        __syncthreads();
+        const int base = warp * (CHUNK / WARPS);
+#pragma unroll
+        for (int part = 0; part < CHUNK / WARPS; part += FLIGHT) {
+            float y[FLIGHT];
+#pragma unroll
+            for (int i = 0; i < FLIGHT; ++i) {
+                const int k = start + base + part + i;
+                y[i] = k < inner ? weights[static_cast<long long>(k) * cols] : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < FLIGHT; i += 4)
+#pragma unroll
+                for (int m = 0; m < FEW_ROWS; ++m) {
+                    const float4 x = *reinterpret_cast<const float4*>(&a_tile[m][base + part + i]);
+                    sums[m] = fmaf(x.x, y[i], sums[m]);
+                    sums[m] = fmaf(x.y, y[i + 1], sums[m]);
+                    sums[m] = fmaf(x.z, y[i + 2], sums[m]);
+                    sums[m] = fmaf(x.w, y[i + 3], sums[m]);
+                }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < FEW_ROWS; ++m) partial[warp][m][lane] = sums[m];
+    __syncthreads();
+    if (warp < rows && column < cols) {  // warp w joins row w
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum += partial[w][warp][lane];
+        (blockIdx.z ? second_out : out)[static_cast<long long>(own[warp]) * cols + column] = sum;
+    }
 }

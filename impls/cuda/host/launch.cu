@@ -323,14 +323,23 @@ void Device::route(const float* scores, const float* bias, int32_t* ids, float* 
 }
 
 void Device::moe_group(const int32_t* ids, int32_t* starts, int32_t* order, int64_t pairs, int64_t experts) {
-  if (pairs) LAUNCH(::moe_group, {1}, std::min(1024u, round_up(experts, 32)), 4 * (experts + 1), ids, starts, order, narrow(pairs), narrow(experts));
+  if (pairs) LAUNCH(::moe_group, {1}, std::min(1024u, round_up(32 * experts, 32)), 4 * (experts + 1), ids, starts, order, narrow(pairs), narrow(experts));
 }
 
-void Device::matmul_grouped(const float* a, int64_t divisor, const float* b, const int32_t* starts, const int32_t* order, float* out, int64_t pairs,
-                            int64_t experts, int64_t cols, int64_t inner) {
+void Device::matmul_grouped(const float* a, int64_t divisor, const float* b, const float* second_b, const int32_t* starts, const int32_t* order,
+                                 float* out, float* second_out, int64_t pairs, int64_t experts, int64_t cols, int64_t inner) {
+  if (pairs == 0) return;
+  if (pairs <= kGroupedRows * experts) {  // the weights of an expert are read for a few rows each time: as often as from the tiles at most
+    const int64_t tiles = std::min(pairs, experts) + pairs / kFewRows;
+    LAUNCH(matmul_grouped_rows_f32, (Grid{parts(cols, 32), tiles, second_b != nullptr ? 2 : 1}), 256, 0, a, narrow(divisor), b, second_b, starts, order, out,
+           second_out, narrow(experts), narrow(cols), narrow(inner));
+    return;
+  }
   const int64_t tiles = std::min(pairs, experts) + pairs / kGroupedRows;
-  if (pairs)
-    LAUNCH(matmul_grouped_f32, (Grid{parts(cols, 64), tiles}), 256, 0, a, narrow(divisor), b, starts, order, out, narrow(experts), narrow(cols), narrow(inner));
+  for (const auto& [weights, target] : {std::pair{b, out}, std::pair{second_b, second_out}})
+    if (weights != nullptr)
+      LAUNCH(matmul_grouped_f32, (Grid{parts(cols, 64), tiles}), 256, 0, a, narrow(divisor), weights, starts, order, target, narrow(experts), narrow(cols),
+             narrow(inner));
 }
 
 void Device::combine(const float* weights, const float* experts, const float* shared, float* out, int64_t rows, int64_t chosen, int64_t width) {

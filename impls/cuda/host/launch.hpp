@@ -80,8 +80,9 @@ class Device {
   };
   void route(const float* scores, const float* bias, int32_t* ids, float* weights, int64_t rows, const Route& rule);
   void moe_group(const int32_t* ids, int32_t* starts, int32_t* order, int64_t pairs, int64_t experts);
-  void matmul_grouped(const float* a, int64_t divisor, const float* b, const int32_t* starts, const int32_t* order, float* out, int64_t pairs,
-                      int64_t experts, int64_t cols, int64_t inner);
+  // One product of the rows of each expert, or two of the same rows; second_b may be null.
+  void matmul_grouped(const float* a, int64_t divisor, const float* b, const float* second_b, const int32_t* starts, const int32_t* order, float* out,
+                      float* second_out, int64_t pairs, int64_t experts, int64_t cols, int64_t inner);
   void combine(const float* weights, const float* experts, const float* shared, float* out, int64_t rows, int64_t chosen, int64_t width);
   struct Attention {
     const float* query;  // [rows, heads, width]

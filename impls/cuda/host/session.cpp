@@ -526,10 +526,9 @@ void DeviceSession::feed_forward(int64_t rows, const Order* order, int64_t layer
     float* act = buffer<float>("expert_act", pairs * width);
     float* expert_out = buffer<float>("expert_out", pairs * hidden);
     device_.moe_group(ids, starts, members, pairs, c.experts);
-    device_.matmul_grouped(x, chosen, of_layer(layer, "expert_gate"), starts, members, gate, pairs, c.experts, width, hidden);
-    device_.matmul_grouped(x, chosen, of_layer(layer, "expert_up"), starts, members, up, pairs, c.experts, width, hidden);
+    device_.matmul_grouped(x, chosen, of_layer(layer, "expert_gate"), of_layer(layer, "expert_up"), starts, members, gate, up, pairs, c.experts, width, hidden);
     device_.swiglu(gate, up, act, pairs * width);
-    device_.matmul_grouped(act, 1, of_layer(layer, "expert_down"), starts, members, expert_out, pairs, c.experts, hidden, width);
+    device_.matmul_grouped(act, 1, of_layer(layer, "expert_down"), nullptr, starts, members, expert_out, nullptr, pairs, c.experts, hidden, width);
     tap(taps, order, "expert_gate", layer, gate, rows, {rows, chosen, width});
     tap(taps, order, "expert_up", layer, up, rows, {rows, chosen, width});
     tap(taps, order, "expert_act", layer, act, rows, {rows, chosen, width});
