@@ -1,4 +1,5 @@
-"""A finding as a folder that a stranger can use: case.json, arrays.safetensors, README.md, repro.py (for C ABI engines and operations repro.cpp).
+"""A finding as a folder that a stranger can use: case.json, arrays.safetensors, README.md, repro.py (for C ABI engines and operations repro.cpp,
+for a finding that shows only after earlier cases history.jsonl with them, oldest first).
 
 Written beside its place, synced and renamed, so that a capsule is complete or is not there. Opening one never executes anything from it. The
 arrays hold what repro.py needs to run the case without paritree: inputs or weights and batches, what was found, what should be, the bound.
@@ -10,7 +11,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from campaigns import repro
 from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase, from_json, to_json
 from campaigns.locate import locator
 from campaigns.materialise import op_call, session_script, tree_job, weights_for
+from campaigns.relations import twin
 from campaigns.repro_cpp import program
 from campaigns.trial import REFUSAL, Bench
 from oracles.judgement import Judgement, Verdict
@@ -33,6 +35,7 @@ from spec.weights import is_large
 
 FORMAT = 1
 CASE, ARRAYS, README, REPRO, PROGRAM = "case.json", "arrays.safetensors", "README.md", "repro.py", "repro.cpp"
+HISTORY = "history.jsonl"
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -48,6 +51,7 @@ class Capsule:
     folder: Path
     case: Case
     plan: Mapping[str, Any]
+    earlier: tuple[Case, ...] = ()  # must have run before `case` in the same engine
 
     @property
     def finding(self) -> Mapping[str, Any]:
@@ -61,20 +65,32 @@ def read(folder: Path) -> Capsule:
         raise CapsuleError(f"{folder}: no {CASE}; a capsule is a folder that `paritree check` wrote under findings/")
     try:
         case = from_json((folder / CASE).read_text("utf-8"))
+        earlier = history(folder)
         _, plan = repro.read_safetensors(folder / ARRAYS)
     except (CaseError, repro.Damaged, UnicodeDecodeError) as problem:
         raise CapsuleError(f"{folder}: {problem}") from None
     if plan.get("format") != FORMAT:
         raise CapsuleError(f"{folder}: format {plan.get('format')!r}, this paritree reads {FORMAT}")
-    return Capsule(folder, case, plan)
+    return Capsule(folder, case, plan, earlier)
 
 
-def write(folder: Path, engine: str, bench: Bench, case: Case, judgement: Judgement, *, finding_id: str, located: str = "") -> None:
-    """The capsule of `judgement`, the first finding of `case`. The case is run once more for the engine's arrays."""
-    arrays, plan = recorded(bench, case, judgement)
+def history(folder: Path) -> tuple[Case, ...]:
+    """The earlier cases of a capsule; () for most. Raises CaseError."""
+    lines = (folder / HISTORY).read_text("utf-8").splitlines() if (folder / HISTORY).is_file() else ()
+    return tuple(from_json(line) for line in lines)
+
+
+def write(
+    folder: Path, engine: str, bench: Bench, case: Case, judgement: Judgement, *, finding_id: str, located: str = "",
+    earlier: Sequence[Case] = (), runs: int = 1,
+) -> None:  # fmt: skip
+    """The capsule of `judgement`, the first finding of `case` behind `earlier`. They are run once more for the engine's arrays: the worker must be
+    one in which nothing has run. `runs`: of repro.py; more than one for a finding that shows only sometimes."""
+    arrays, plan = recorded(bench, case, judgement, earlier)
     description = bench.worker.description
     plan |= {
         "format": FORMAT,
+        "runs": runs,
         "engine": locator(engine),
         "finding": {
             "id": finding_id, "engine": description.name, "engine_version": description.version, "engine_spec": engine, "profile": description.profile.name,
@@ -85,10 +101,12 @@ def write(folder: Path, engine: str, bench: Bench, case: Case, judgement: Judgem
     files = {
         CASE: (to_json(case) + "\n").encode(),
         ARRAYS: save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, {"paritree": json.dumps(plan)}),
-        README: readme(case, judgement, description, engine, finding_id, located).encode(),
+        README: readme(case, judgement, description, engine, finding_id, located, earlier).encode(),
         REPRO: Path(repro.__file__).read_bytes(),
     }
-    if plan["engine"]["kind"] == "abi" and isinstance(case, OpCase):
+    if earlier:
+        files[HISTORY] = "".join(to_json(one) + "\n" for one in earlier).encode()
+    if plan["engine"]["kind"] == "abi" and isinstance(case, OpCase) and not earlier:
         files[PROGRAM] = program(op_call(case), judgement, plan["engine"]["path"]).encode()
     _publish(folder, files)
 
@@ -118,53 +136,94 @@ def _publish(folder: Path, files: Mapping[str, bytes]) -> None:
 # ---- what repro.py runs --------------------------------------------------------------------------------------------------------------
 
 
-def recorded(bench: Bench, case: Case, judgement: Judgement) -> tuple[Arrays, dict[str, Any]]:
-    """Arrays, and the plan: steps up to the guilty one and the check. Raises CaseError for a recorded case."""
+def recorded(bench: Bench, case: Case, judgement: Judgement, earlier: Sequence[Case] = ()) -> tuple[Arrays, dict[str, Any]]:
+    """Arrays, and the plan: what runs before, steps up to the guilty one and the check. Raises CaseError for a recorded case."""
     arrays: Arrays = {}
+    weights: dict[Any, str] = {}  # (config, key) -> the prefix of its names
+    before = [block for number, one in enumerate(earlier) for block in _before(arrays, weights, bench, one, f"before {number}.")]
     if isinstance(case, OpCase):
         call = op_call(case)
         answers = bench.worker.calls([call])
-        return arrays, _of_calls(arrays, [call], answers, judgement)
-    if isinstance(case, TreeCase):
+        plan = _of_calls(arrays, [call], answers, judgement)
+    elif isinstance(case, TreeCase):
         made = bench.worker.trees([tree_job(case)])[0][: judgement.step + 1]
-        return arrays, _of_calls(arrays, [call for call, _ in made], [answer for _, answer in made], judgement)
-    if isinstance(case, SessionCase):
+        plan = _of_calls(arrays, [call for call, _ in made], [answer for _, answer in made], judgement)
+    elif isinstance(case, SessionCase):
         script = session_script(case, bench.worker.description.departures)
         trace = bench.worker.script(script)
-        return arrays, _of_script(arrays, script, trace.answers, bench.worker.description, judgement)
-    raise CaseError("a recorded case has its arrays already")
+        plan = _of_script(arrays, weights, script, trace.answers, bench.worker.description, judgement)
+    else:
+        raise CaseError("a recorded case has its arrays already")
+    return arrays, plan | ({"earlier": before} if before else {})
+
+
+def _before(arrays: Arrays, weights: dict[Any, str], bench: Bench, case: Case, prefix: str) -> list[dict[str, Any]]:
+    """An earlier case, run in the worker and written down: one block of steps, two where its relation runs it a second way."""
+    worker = bench.worker
+    if isinstance(case, OpCase):
+        call = op_call(case)
+        worker.calls([call])
+        return [{"steps": _call_steps(arrays, [call], prefix)}]
+    if isinstance(case, TreeCase):
+        return [{"steps": _call_steps(arrays, [call for call, _ in worker.trees([tree_job(case)])[0]], prefix)}]
+    if not isinstance(case, SessionCase):
+        raise CaseError("a recorded case runs on no engine")
+    scripts = [session_script(case, worker.description.departures)]
+    if case.relation:
+        scripts.append(twin(case, worker.description.departures)[1])
+    blocks = []
+    for number, script in enumerate(scripts):
+        answers = worker.script(script).answers
+        steps = _script_steps(arrays, script, answers, len(script.steps), f"{prefix}{number}.")
+        blocks.append(_surroundings(arrays, weights, script, worker.description) | {"steps": steps})
+    return blocks
 
 
 def _of_calls(arrays: Arrays, calls: list[OpCall], answers: list[Answer], judgement: Judgement) -> dict[str, Any]:
-    steps = []
-    for number, call in enumerate(calls):
-        for name, value in call.inputs.items():
-            arrays[f"{number}.{name}"] = value
-        steps.append({
-            "do": "op", "op": call.op, "params": dict(call.params), "inputs": {name: f"{number}.{name}" for name in call.inputs},
-            "outputs": {name: [list(shape), dtype] for name, (shape, dtype) in call.outputs.items()}, "hazards": sorted(call.hazards),
-        })  # fmt: skip
+    steps = _call_steps(arrays, calls, "")
     step = min(judgement.step, len(steps) - 1)
     found = answers[step].outputs if step < len(answers) else None
     arrays.update({f"answer.{name}": value for name, value in (found or {}).items()})
-    return {"steps": steps, "check": _check(judgement, step, dict.fromkeys(found or (), None))}
+    return {"steps": steps, "check": _check(judgement, step, dict.fromkeys(found or (), None), arrays)}
 
 
-def _of_script(arrays: Arrays, script: Script, answers: list[Answer], description: Description, judgement: Judgement) -> dict[str, Any]:
+def _call_steps(arrays: Arrays, calls: Sequence[OpCall], prefix: str) -> list[dict[str, Any]]:
+    steps = []
+    for number, call in enumerate(calls):
+        for name, value in call.inputs.items():
+            arrays[f"{prefix}{number}.{name}"] = value
+        steps.append({
+            "do": "op", "op": call.op, "params": dict(call.params), "inputs": {name: f"{prefix}{number}.{name}" for name in call.inputs},
+            "outputs": {name: [list(shape), dtype] for name, (shape, dtype) in call.outputs.items()}, "hazards": sorted(call.hazards),
+        })  # fmt: skip
+    return steps
+
+
+def _surroundings(arrays: Arrays, weights: dict[Any, str], script: Script, description: Description) -> dict[str, Any]:
+    """What a script runs under. Equal weights are written once, and the engine's session with them is the same one."""
+    prefix = weights.setdefault((script.config, script.weights), f"weight{len(weights) or ''}.")
     if not is_large(script.config):  # gigabytes: the case line makes them again
-        arrays.update({f"weight.{name}": value for name, value in weights_for(script.config, script.weights).items()})
+        arrays.update({f"{prefix}{name}": value for name, value in weights_for(script.config, script.weights).items()})
+    return {
+        "config": dataclasses.asdict(script.config), "parameters": as_parameters(script.config), "taps": sorted(description.taps), "weights": prefix,
+        "hazards": sorted(script.hazards),
+    }  # fmt: skip
+
+
+def _script_steps(arrays: Arrays, script: Script, answers: Sequence[Answer], count: int, prefix: str) -> list[dict[str, Any]]:
+    """The first `count` steps."""
     steps: list[dict[str, Any]] = []
-    last = min(judgement.step, len(script.steps) - 1)
-    for number, step in enumerate(script.steps[: last + 1]):
+    for number, step in enumerate(script.steps[:count]):
+        key = f"{prefix}{number}"
         match step:
             case Forward(rows, want, phase):
                 columns = {"sequence": rows.sequence, "token": rows.token, "position": rows.position, "parent": rows.parent}
-                arrays.update({f"{number}.{word}": value for word, value in columns.items()})
-                arrays[f"{number}.want"] = want.astype(np.uint8)
-                steps.append({"do": "forward", "rows": str(number), "phase": phase})
+                arrays.update({f"{key}.{word}": value for word, value in columns.items()})
+                arrays[f"{key}.want"] = want.astype(np.uint8)
+                steps.append({"do": "forward", "rows": key, "phase": phase})
             case Commit(sequence, path):
-                arrays[f"{number}.path"] = path
-                steps.append({"do": "commit", "sequence": sequence, "path": f"{number}.path"})
+                arrays[f"{key}.path"] = path
+                steps.append({"do": "commit", "sequence": sequence, "path": f"{key}.path"})
             case CacheRows(sequence):
                 steps.append({"do": "cache_rows", "sequence": sequence})
             case Evict(sequence):
@@ -172,8 +231,15 @@ def _of_script(arrays: Arrays, script: Script, answers: list[Answer], descriptio
             case Fork(source, target):
                 steps.append({"do": "fork", "source": source, "target": target})
             case Generate():
-                generations = answers[number].generations if number < len(answers) else None
-                steps.append(_generate_step(arrays, number, step, generations or []))
+                steps.append(_generate_step(arrays, key, step, answers[number] if number < len(answers) else Answer()))
+    return steps
+
+
+def _of_script(
+    arrays: Arrays, weights: dict[Any, str], script: Script, answers: list[Answer], description: Description, judgement: Judgement
+) -> dict[str, Any]:
+    last = min(judgement.step, len(script.steps) - 1)
+    steps = _script_steps(arrays, script, answers, last + 1, "")
     answer = answers[last] if last < len(answers) else Answer()
     layers: dict[str, int | None] = {}
     if answer.logits is not None:
@@ -188,25 +254,27 @@ def _of_script(arrays: Arrays, script: Script, answers: list[Answer], descriptio
             layers[name] = layer
     if answer.generations is not None:
         arrays.update({f"answer.{name}": value for name, value in generation_arrays(answer.generations).items()})
-    plan = {"config": dataclasses.asdict(script.config), "parameters": as_parameters(script.config), "taps": sorted(description.taps)}
-    return plan | {"steps": steps, "check": _check(judgement, last, layers)}
+    plan = _surroundings(arrays, weights, script, description)
+    return plan | {"steps": steps, "check": _check(judgement, last, layers, arrays)}
 
 
-def _generate_step(arrays: Arrays, number: int, step: Generate, generations: list[Generation]) -> dict[str, Any]:
-    """Draft logits are recorded for every history that the engine met: the prompt and what it emitted, round by round."""
-    drafts = []
+def _generate_step(arrays: Arrays, key: str, step: Generate, answer: Answer) -> dict[str, Any]:
+    """Draft logits are recorded for every history that the engine asked for, and for those that it met: the prompt and what it emitted, round by
+    round. An engine that drafts from another history than its own asks for one that it never emitted."""
+    generations = answer.generations or []
+    histories: dict[tuple[int, tuple[int, ...]], None] = {}
     for index, prompt in enumerate(step.prompts):
-        arrays[f"{number}.prompt.{index}"] = prompt
-        if step.drafter is None:
-            continue
-        emitted: list[int] = list(generations[index].tokens) if index < len(generations) else []
+        arrays[f"{key}.prompt.{index}"] = prompt
+        emitted = generations[index].tokens if index < len(generations) else ()
         for length in range(len(emitted) + 1):
-            history = np.concatenate([prompt, np.array(emitted[:length], np.int32)]).astype(np.int32)
-            key = f"{number}.draft.{index}.{length}"
-            arrays[key] = np.asarray(step.drafter.draft(index, history), np.float32)
-            drafts.append({"sequence": index, "history": history.tolist(), "logits": key})
+            histories[index, (*prompt.tolist(), *emitted[:length])] = None
+    drafts = []
+    if step.drafter is not None:
+        for number, (sequence, history_) in enumerate([*histories, *(asked for asked in answer.drafted if asked not in histories)]):
+            arrays[f"{key}.draft.{number}"] = np.asarray(step.drafter.draft(sequence, np.array(history_, np.int32)), np.float32)
+            drafts.append({"sequence": sequence, "history": list(history_), "logits": f"{key}.draft.{number}"})
     return {
-        "do": "generate", "prompts": [f"{number}.prompt.{i}" for i in range(len(step.prompts))], "budget": step.budget,
+        "do": "generate", "prompts": [f"{key}.prompt.{i}" for i in range(len(step.prompts))], "budget": step.budget,
         "max_new": step.limits.max_new, "stop_tokens": list(step.limits.stop_tokens), "drafts": drafts,
         "sampling": None if step.sampling is None else dataclasses.asdict(step.sampling),
     }  # fmt: skip
@@ -224,19 +292,25 @@ def generation_arrays(generations: list[Generation]) -> Arrays:
     return out
 
 
-def _check(judgement: Judgement, step: int, layers: Mapping[str, int | None]) -> dict[str, Any]:
-    """How repro.py decides: by the named element where it can be read from the answer, else by the whole answer."""
+def _check(judgement: Judgement, step: int, layers: Mapping[str, int | None], arrays: Arrays) -> dict[str, Any]:
+    """How repro.py decides: by the named element where it can be read from the answer, else by the whole answer; an answer of the wrong kind by its
+    shape and type."""
+    layer = layers.get(judgement.tap)
+    answer = arrays.get(f"answer.{judgement.tap}" if layer is None else f"answer.{judgement.tap}@{layer}")
+    numeric = judgement.bound >= 0 and (judgement.found != judgement.expected or not np.isfinite(judgement.found))
+    element = judgement.tap in layers and bool(judgement.index) and numeric
     if judgement.verdict == Verdict.FLAKY:
-        what = "flaky"
+        what = "element" if element else "flaky"
+    elif judgement.verdict == Verdict.MALFORMED and answer is not None:
+        what = "shape"
     elif judgement.verdict in (Verdict.CRASHED, Verdict.HUNG, Verdict.MALFORMED):
         what = "failure"
     elif judgement.tap == REFUSAL:
         what = "refusal"
     else:
-        numeric = judgement.bound >= 0 and (judgement.found != judgement.expected or not np.isfinite(judgement.found))
-        what = "element" if judgement.tap in layers and judgement.index and numeric else "answer"
+        what = "element" if element else "answer"
     return {
-        "what": what, "step": step, "name": judgement.tap, "layer": layers.get(judgement.tap), "index": list(judgement.index),
+        "what": what, "step": step, "name": judgement.tap, "layer": layer, "index": list(judgement.index),
         "expected": judgement.expected, "bound": judgement.bound, "found": judgement.found,
     }  # fmt: skip
 
@@ -244,7 +318,9 @@ def _check(judgement: Judgement, step: int, layers: Mapping[str, int | None]) ->
 # ---- in words ------------------------------------------------------------------------------------------------------------------------
 
 
-def readme(case: Case, judgement: Judgement, description: Description, engine: str, finding_id: str, located: str) -> str:
+def readme(
+    case: Case, judgement: Judgement, description: Description, engine: str, finding_id: str, located: str, earlier: Sequence[Case] = ()
+) -> str:
     j = judgement
     lines = [
         f"# {finding_id}: {j.verdict} in {j.op or j.rule}",
@@ -257,6 +333,11 @@ def readme(case: Case, judgement: Judgement, description: Description, engine: s
         f"- rule: {j.rule}; `paritree explain {j.rule}` says what it means",
         f"- smallest input: {in_words(case)}",
     ]
+    if earlier:
+        lines.append(
+            f"- only after {len(earlier)} earlier {'case' if len(earlier) == 1 else 'cases'} in the same engine (`{HISTORY}`), in this order:"
+        )
+        lines += [f"  {number}. {in_words(one)}" for number, one in enumerate(earlier, 1)]
     if located:
         lines.append(f"- location: {located}")
     lines += [

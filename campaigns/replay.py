@@ -84,9 +84,10 @@ def _spec_of(row: Mapping[str, Any]) -> str:
 
 
 def replayed(
-    supervisor: Supervisor, case: Case, wanted: Fingerprint | None, attempts: int = ATTEMPTS, until: float = float("inf")
-) -> Replay:
-    """Every attempt in a fresh worker. The engine's name is left out of the comparison: another build may call itself otherwise.
+    supervisor: Supervisor, case: Case, wanted: Fingerprint | None, attempts: int = ATTEMPTS, until: float = float("inf"),
+    earlier: Sequence[Case] = (),
+) -> Replay:  # fmt: skip
+    """Every attempt in a fresh worker, behind the cases `earlier`. The engine's name is left out of the comparison: another build may call itself otherwise.
 
     `until`: of time.monotonic(), after which no attempt but the first is begun; `Replay.attempts` says how many were made.
     """
@@ -97,7 +98,10 @@ def replayed(
             break
         supervisor.restart()
         made += 1
-        outcome = Bench(supervisor).outcome(case)
+        bench = Bench(supervisor)
+        for one in earlier:
+            bench.outcome(one)
+        outcome = bench.outcome(case)
         found = fingerprint.first(supervisor.description.name, list(outcome.judgements))
         same = found is not None and (wanted is None or found[0][1:] == wanted[1:] or wanted.verdict == "FLAKY")
         reproduced += same
@@ -127,7 +131,8 @@ def replayed_findings(job: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             try:
                 wanted = Fingerprint(*store_fingerprint(row))
-                result = replayed(supervisor, from_json(row["case"]), wanted, job.get("attempts", ATTEMPTS), until)
+                earlier = history(store.capsule_folder(row["finding_id"]))
+                result = replayed(supervisor, from_json(row["case"]), wanted, job.get("attempts", ATTEMPTS), until, earlier)
             except CaseError as problem:
                 replays.append({"finding_id": row["finding_id"], "status": row["status"], "note": str(problem)})
                 continue

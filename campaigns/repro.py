@@ -1,7 +1,8 @@
 """python repro.py: run the smallest failing case of this folder on its engine. Exit 1: it fails again, 0: it does not, 4: the engine cannot be loaded.
 
 Needs NumPy and the engine, nothing of paritree. Inputs, weights, the wrong value and what it should be are in arrays.safetensors beside this
-file; nothing there is executed. The engine runs in a child process, so that a crash or a hang is an answer as well.
+file; nothing there is executed. The engine runs in a child process, so that a crash, an exit or a hang is an answer as well. Where the failure
+shows only after earlier cases, these run first, in the same engine; where it shows only sometimes, the case runs several times.
 
     python repro.py [--engine PATH.so | MODULE:ATTRIBUTE] [--timeout SECONDS]
 """
@@ -12,10 +13,12 @@ import argparse
 import ctypes
 import importlib
 import json
+import mmap
 import os
 import struct
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +29,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 60.0
 POISON_FLOAT_BITS, POISON_INT, POISON_BYTE = 0x7FC0DEAD, -7777777, 0xA5
-GUARD_BYTES = 4 * 64
+GUARD_BYTES, WIDE_GUARD_BYTES, MARGIN_BYTES = 64, 16384, 256
+SESSIONS_OPEN = 2  # as in the worker in which it failed: an engine may keep state between sessions
 NOT_LOADABLE, DAMAGED, FAILS_AGAIN, PASSES = 4, 2, 1, 0
 DTYPES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "BOOL": np.bool_}
 
@@ -64,7 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", help="another build or class than the recorded one")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds until the engine counts as hung")
-    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--inner", type=int, default=-1, help=argparse.SUPPRESS)  # where the child tells that it came to an end
     options = parser.parse_args()
     try:
         tensors, plan = read_safetensors(HERE / "arrays.safetensors")
@@ -73,23 +77,44 @@ def main() -> int:
         return DAMAGED
     if options.engine:
         plan["engine"] = located(options.engine)
-    if options.inner:
-        try:
-            return run(plan, tensors)
-        except NotLoadable as problem:
-            print(f"the engine cannot be loaded: {problem}", file=sys.stderr)
-            return NOT_LOADABLE
-    command = [sys.executable, str(Path(__file__).resolve()), "--inner", *(["--engine", options.engine] if options.engine else [])]
+    if options.inner < 0:
+        return watched(plan, options)
+    try:
+        code = run(plan, tensors)
+    except NotLoadable as problem:
+        print(f"the engine cannot be loaded: {problem}", file=sys.stderr)
+        code = NOT_LOADABLE
+    sys.stdout.flush()
+    os.write(options.inner, bytes([code]))
+    return code
+
+
+def watched(plan: Mapping[str, Any], options: argparse.Namespace) -> int:
+    """The case in a child process. One that ends without having told its result was ended by the engine, with whatever exit status."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--inner",
+        str(writing),
+        *(["--engine", options.engine] if options.engine else []),
+    ]
     print(f"{plan['finding']['message']}", flush=True)
     try:
-        code = subprocess.run(command, timeout=options.timeout).returncode
+        code = subprocess.run(command, timeout=options.timeout, pass_fds=(writing,)).returncode
     except subprocess.TimeoutExpired:
         print(f"fails again: no answer within {options.timeout:g} s")
         return FAILS_AGAIN
-    if code < 0:
-        print(f"fails again: the engine ended the process with signal {-code}")
-        return FAILS_AGAIN
-    return code
+    os.close(writing)
+    try:
+        told = os.read(reading, 1)
+    except BlockingIOError:
+        told = b""
+    if told:
+        return told[0]
+    print(f"fails again: the engine ended the process with {f'signal {-code}' if code < 0 else f'exit status {code}'}, without an answer")
+    return FAILS_AGAIN
 
 
 def located(engine: str) -> dict[str, Any]:
@@ -99,56 +124,110 @@ def located(engine: str) -> dict[str, Any]:
     return {"kind": "python", "module": module, "attribute": attribute, "arguments": []}
 
 
+Outcome = tuple[bool, str]
+"""Whether it fails again, and a sentence."""
+
+
 def run(plan: Mapping[str, Any], tensors: Mapping[str, Any]) -> int:
-    """Every step up to the guilty one, then the comparison."""
+    """What ran before, then the failing case, as often as the plan says."""
     engine = load(plan["engine"])
-    session = None
+    outcomes = []
+    for _ in range(plan.get("runs", 1)):
+        sessions = Sessions(engine, tensors)
+        for block in plan.get("earlier", ()):
+            pass_through(engine, sessions, block, tensors)
+        outcomes.append(attempt(engine, sessions, plan, tensors))
+        sessions.close()
+    failed = [sentence for fails, sentence in outcomes if fails]
+    if len(outcomes) > 1:
+        return verdict(bool(failed), f"{len(failed)} of {len(outcomes)} runs: {(failed or [outcomes[0][1]])[0]}")
+    return verdict(*outcomes[0])
+
+
+def pass_through(engine: Any, sessions: Sessions, block: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """An earlier case; what it answers is no matter. As in the worker, an operation that fails does not stop the next, a step of a session does."""
+    for _ in range(2 if "repeat" in block.get("hazards", ()) else 1):
+        live: set[int] = set()
+        ended = False
+        for step in block["steps"]:
+            try:
+                if step["do"] == "op":
+                    for _ in range(2 if "repeat" in step["hazards"] else 1):
+                        run_op(engine, step, tensors)
+                else:
+                    run_step(sessions.of(block), step, tensors, block, live)
+            except Exception as problem:
+                if step["do"] not in ("op", "cache_rows", "generate") or not isinstance(problem, Broken):
+                    ended = step["do"] != "op"
+            if ended:
+                break
+        if "weights" in block:
+            sessions.emptied(block, live, ended)
+
+
+def attempt(engine: Any, sessions: Sessions, plan: Mapping[str, Any], tensors: Mapping[str, Any]) -> Outcome:
+    """Every step up to the guilty one, then the comparison."""
     check = plan["check"]
+    live: set[int] = set()
     for number, step in enumerate(plan["steps"]):
         guilty = number == check["step"]
         try:
             if step["do"] == "op":
                 value = run_op(engine, step, tensors)
-                if check["what"] == "flaky" and guilty:
+                if guilty and (check["what"] == "flaky" or "repeat" in step["hazards"]):
                     again = run_op(engine, step, tensors)
-                    return verdict(any(value[n].tobytes() != again[n].tobytes() for n in value), "two equal calls differ")
+                    if check["what"] == "flaky":
+                        return any(value[n].tobytes() != again[n].tobytes() for n in value), "two equal calls, bit for bit"
             else:
-                session = session or engine.open(config_of(plan), lambda name: tensors[f"weight.{name}"])
-                value = run_step(session, step, tensors, plan)
+                value = run_step(sessions.of(plan), step, tensors, plan, live)
         except Broken as problem:
-            return verdict(True, str(problem))
+            return True, str(problem)
         except Exception as problem:
             if guilty and check["what"] == "refusal":
-                return verdict(False, f"the engine refuses: {problem}")
-            if not guilty and check["what"] != "failure":
-                print(f"step {number + 1} ({step['do']}) raised {type(problem).__name__}: {problem}")
-            return verdict(True, f"{type(problem).__name__}: {problem}")
+                return False, f"the engine refuses: {problem}"
+            return True, f"step {number + 1} ({step['do']}) raised {type(problem).__name__}: {problem}"
         if guilty:
             recorded = {name.removeprefix("answer."): array for name, array in tensors.items() if name.startswith("answer.")}
+            if check["what"] == "flaky":
+                return again_differs(sessions, plan, tensors, live, recorded if plan.get("runs", 1) > 1 else value)
             return compared(check, value, recorded)
-    return verdict(False, "the engine ran every step")
+    return False, "the engine ran every step"
 
 
-def compared(check: Mapping[str, Any], value: Any, answer: Mapping[str, Any]) -> int:
+def again_differs(
+    sessions: Sessions, plan: Mapping[str, Any], tensors: Mapping[str, Any], live: set[int], first: Mapping[str, Any]
+) -> Outcome:
+    """The script a second time in the same session, against what it answered first."""
+    sessions.emptied(plan, live, False)
+    value: dict[str, Any] = {}
+    for step in plan["steps"]:
+        value = run_step(sessions.of(plan), step, tensors, plan, live)
+    return any(np.asarray(value[n]).tobytes() != np.asarray(first[n]).tobytes() for n in first if n in value), "two equal runs, bit for bit"
+
+
+def compared(check: Mapping[str, Any], value: Any, answer: Mapping[str, Any]) -> Outcome:
     """The named element against what it should be."""
     if check["what"] == "refusal":
-        return verdict(True, "the engine answers, but must refuse its inputs")
-    if check["what"] in ("failure", "flaky"):
-        return verdict(False, "the engine answered")
+        return True, "the engine answers, but must refuse its inputs"
+    if check["what"] == "failure":
+        return False, "the engine answered"
+    key = check["name"] if check["layer"] is None else f"{check['name']}@{check['layer']}"
+    if check["what"] == "shape":
+        kinds = [f"{array.dtype} {list(array.shape)}" for array in (np.asarray(value[key]) if key in value else np.zeros(0), answer[key])]
+        return kinds[0] == kinds[1], f"{key} is {kinds[0]}; {kinds[1]} is of the wrong kind"
     if check["what"] == "answer":
         same = all(name in value and np.asarray(value[name]).tobytes() == recorded.tobytes() for name, recorded in answer.items())
-        return verdict(same, "the answer is the recorded one, bit for bit" if same else "the answer is another one than the recorded")
-    key = check["name"] if check["layer"] is None else f"{check['name']}@{check['layer']}"
+        return same, "the answer is the recorded one, bit for bit" if same else "the answer is another one than the recorded"
     if key not in value:
-        return verdict(True, f"{key} is missing from the answer")
+        return True, f"{key} is missing from the answer"
     array = np.asarray(value[key])
     index = tuple(check["index"])
     if len(index) != array.ndim or any(i >= extent for i, extent in zip(index, array.shape, strict=True)):
-        return verdict(True, f"{key} has shape {list(array.shape)}, without an element {list(index)}")
+        return True, f"{key} has shape {list(array.shape)}, without an element {list(index)}"
     found = float(array[index])
     expected, bound = float(check["expected"]), float(check["bound"])
     wrong = not np.isfinite(found) if np.isfinite(expected) and not np.isfinite(found) else abs(found - expected) > bound
-    return verdict(bool(wrong), f"{key}{list(index)} is {found!r}, but should be {expected!r} within {bound:.3g}")
+    return bool(wrong), f"{key}{list(index)} is {found!r}, but should be {expected!r} within {bound:.3g}"
 
 
 def verdict(fails: bool, sentence: str) -> int:
@@ -160,30 +239,79 @@ def verdict(fails: bool, sentence: str) -> int:
 
 
 class Broken(Exception):
-    """An answer of the wrong kind: a write outside the output, a changed input."""
+    """An answer of the wrong kind: a write outside the output, a changed input, an array of another type."""
+
+
+class Sessions:
+    """Open sessions by their weights, kept for later cases as the worker keeps them."""
+
+    def __init__(self, engine: Any, tensors: Mapping[str, Any]) -> None:
+        self._engine, self._tensors = engine, tensors
+        self._open: OrderedDict[str, Any] = OrderedDict()
+
+    def of(self, block: Mapping[str, Any]) -> Any:
+        prefix = block["weights"]
+        if prefix not in self._open:
+            while len(self._open) >= SESSIONS_OPEN:
+                closed(self._open.popitem(last=False)[1])
+
+            def provider(name: str) -> Any:
+                tensor = self._tensors[f"{prefix}{name}"].view()
+                tensor.flags.writeable = False
+                return tensor
+
+            self._open[prefix] = self._engine.open(config_of(block), provider)
+        self._open.move_to_end(prefix)
+        return self._open[prefix]
+
+    def emptied(self, block: Mapping[str, Any], live: set[int], ended: bool) -> None:
+        """Without sequences; closed where a step failed or the engine cannot evict."""
+        session: Any = self._open.get(block["weights"])
+        try:
+            for sequence in () if ended or session is None else sorted(live):
+                session.evict(sequence)
+        except Exception:
+            ended = True
+        live.clear()
+        if ended and session is not None:
+            closed(self._open.pop(block["weights"]))
+
+    def close(self) -> None:
+        while self._open:
+            closed(self._open.popitem()[1])
+
+
+def closed(session: Any) -> None:
+    try:
+        session.close()
+    except Exception:
+        return
 
 
 def run_op(engine: Any, step: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     hazards = set(step["hazards"])
-    inputs = {name: placed(tensors[key], hazards) for name, key in step["inputs"].items()}
+    contiguous = bool(getattr(engine, "contiguous_only", False))
+    inputs = {name: placed(tensors[key], hazards, i, contiguous) for i, (name, key) in enumerate(step["inputs"].items())}
     buffers, outputs = {}, {}
     for name, (shape, dtype) in step["outputs"].items():
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        guard = GUARD_BYTES * (64 if "guard" in hazards else 1)
-        buffer = np.full(guard + size + guard, POISON_BYTE, np.uint8)
-        outputs[name] = buffer[guard : guard + size].view(dtype).reshape(shape)
+        guard = WIDE_GUARD_BYTES if "guard" in hazards else GUARD_BYTES
+        start = guard + (np.dtype(dtype).itemsize if "views" in hazards and "fence" not in hazards else 0)
+        buffer = fenced(start + size) if "fence" in hazards else np.empty(start + size + guard, np.uint8)
+        buffer[...] = POISON_BYTE
+        outputs[name] = buffer[start : start + size].view(dtype).reshape(shape)
         poison(outputs[name])
-        buffers[name] = (buffer, guard)
-    engine.run_op(step["op"], dict(inputs), dict(step["params"]), dict(outputs))
-    for name, (buffer, guard) in buffers.items():
-        if (buffer[:guard] != POISON_BYTE).any() or (buffer[-guard:] != POISON_BYTE).any():
+        buffers[name] = (buffer, start, start + size)
+    given = dict(outputs)
+    engine.run_op(step["op"], dict(inputs), dict(step["params"]), given)
+    for name, (buffer, start, stop) in buffers.items():
+        if (buffer[:start] != POISON_BYTE).any() or (buffer[stop:] != POISON_BYTE).any():
             raise Broken(f"{step['op']} wrote outside output {name!r}")
+        if given.get(name) is not outputs[name]:
+            raise Broken(f"{step['op']} replaced output {name!r}; it must fill the array that it was given")
     for name, key in step["inputs"].items():
-        if inputs[name].tobytes() != tensors[key].tobytes():
-            raise Broken(f"{step['op']} changed its input {name!r}")
-        if "freed" in hazards:
-            inputs[name].flags.writeable = True
-            poison(inputs[name])
+        unchanged(inputs[name], tensors[key], f"{step['op']} changed its input {name!r}")
+        spoiled(inputs[name], hazards)
     return {name: output.copy() for name, output in outputs.items()}
 
 
@@ -194,47 +322,99 @@ def poison(array: Any) -> None:
         array[...] = POISON_INT if array.dtype.itemsize > 1 else POISON_BYTE
 
 
-def placed(source: Any, hazards: set[str]) -> Any:
-    """A private read-only copy: between margins of poison, or a strided view, as the case says."""
-    if "views" in hazards and source.ndim:
-        wide = np.zeros((*source.shape[:-1], source.shape[-1] + 3), source.dtype)
-        poison(wide)
-        copy = wide[..., : source.shape[-1]]
+def unchanged(lent: Any, source: Any, sentence: str) -> None:
+    if lent.tobytes() != source.tobytes():
+        raise Broken(sentence)
+
+
+def spoiled(array: Any, hazards: set[str]) -> None:
+    """What happens to a caller's buffer once the call is over."""
+    if "freed" in hazards:
+        array.flags.writeable = True
+        poison(array)
+
+
+def placed(source: Any, hazards: set[str], index: int = 0, contiguous_only: bool = False) -> Any:
+    """A private read-only copy laid out as it was when it failed: a view, before an unreadable page, or between margins of poison."""
+    if "views" in hazards and not contiguous_only and source.ndim and source.size:
+        if index % 3 == 1 and source.ndim > 1:
+            copy = np.array(source, order="F")
+        elif index % 3 == 2 or source.ndim == 1:
+            copy = poisoned((*source.shape[:-1], 2 * source.shape[-1]), source.dtype)[..., 1::2]
+        else:
+            copy = poisoned((*source.shape[:-1], source.shape[-1] + 3), source.dtype)[..., 1 : 1 + source.shape[-1]]
+    elif "fence" in hazards:
+        copy = fenced(source.nbytes).view(source.dtype).reshape(source.shape)
     else:
-        flat = np.zeros(source.size + 128, source.dtype)
-        poison(flat)
-        copy = flat[64 : 64 + source.size].reshape(source.shape)
+        margin = MARGIN_BYTES // source.itemsize + ("views" in hazards)
+        copy = poisoned((source.size + 2 * margin,), source.dtype)[margin : margin + source.size].reshape(source.shape)
     copy[...] = source
     copy.flags.writeable = False
     return copy
 
 
-def run_step(session: Any, step: Mapping[str, Any], tensors: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer as name -> array; taps are called name@layer."""
+def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
+    array = np.empty(shape, dtype)
+    poison(array)
+    return array
+
+
+def fenced(size: int) -> Any:
+    """Bytes whose end is the start of a page that can be neither read nor written."""
+    whole = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE)
+    memory = np.frombuffer(whole, np.uint8)
+    stop = len(memory) - mmap.PAGESIZE
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    protect(memory.__array_interface__["data"][0] + stop, mmap.PAGESIZE, 0)
+    return memory[stop - size : stop]
+
+
+def run_step(session: Any, step: Mapping[str, Any], tensors: Mapping[str, Any], plan: Mapping[str, Any], live: set[int]) -> dict[str, Any]:
+    """The answer as name -> array; taps are called name@layer. `live`: sequences that the session holds, kept up to date."""
     kind = step["do"]
+    hazards = set(plan.get("hazards", ()))
+    config = plan["config"]
     if kind == "forward":
-        rows = rows_of({word: tensors[f"{step['rows']}.{word}"].copy() for word in ("sequence", "token", "position", "parent")})
+        given = {word: tensors[f"{step['rows']}.{word}"] for word in ("sequence", "token", "position", "parent", "want")}
+        given["want"] = given["want"].astype(np.bool_)
+        live |= set(given["sequence"].tolist())
+        lent = {word: placed(array, hazards, 2) for word, array in given.items()}
         taps: dict[str, Any] = {}
 
         def sink(name: str, layer: int, array: Any) -> None:
             taps[f"{name}@{layer}"] = np.array(array)
 
-        want = tensors[f"{step['rows']}.want"].astype(np.bool_)
-        logits = session.forward(rows, want, frozenset(plan["taps"]), sink)
+        rows = rows_of({word: lent[word] for word in ("sequence", "token", "position", "parent")})
+        logits = session.forward(rows, lent["want"], frozenset(plan["taps"]), sink)
+        returned(lent, given, hazards)
+        right_kind(logits, "logits", (int(given["want"].sum()), config["vocab"]))
         return taps | {"logits": np.array(logits)}
     if kind == "commit":
-        session.commit(step["sequence"], tensors[step["path"]].copy())
+        given = {"path": tensors[step["path"]]}
+        lent = {"path": placed(given["path"], hazards, 2)}
+        session.commit(step["sequence"], lent["path"])
+        returned(lent, given, hazards)
     elif kind == "cache_rows":
-        return {"cache": np.stack([np.array(session.cache_rows(step["sequence"], layer)) for layer in range(plan["config"]["layers"])])}
+        layers = [session.cache_rows(step["sequence"], layer) for layer in range(config["layers"])]
+        for rows in layers:
+            right_kind(
+                rows, "cache_rows", (len(layers[0]) if isinstance(layers[0], np.ndarray) else 0, config["kv_rank"] + config["rope_dim"])
+            )
+        return {"cache": np.stack([np.array(rows) for rows in layers])}
     elif kind == "evict":
         session.evict(step["sequence"])
+        live.discard(step["sequence"])
     elif kind == "fork":
+        live.add(step["target"])
         session.fork(step["source"], step["target"])
     elif kind == "generate":
-        prompts = [tensors[name].copy() for name in step["prompts"]]
+        given = {str(number): tensors[name] for number, name in enumerate(step["prompts"])}
+        lent = {name: placed(array, hazards, 2) for name, array in given.items()}
         limits = limits_of(step["max_new"], tuple(step["stop_tokens"]))
-        given = (prompts, drafter_of(step, tensors), step["budget"], limits)
-        out = session.sample(*given, sampling_of(step["sampling"])) if step.get("sampling") else session.generate(*given)
+        asked = (list(lent.values()), drafter_of(step, tensors), step["budget"], limits)
+        out = session.sample(*asked, sampling_of(step["sampling"])) if step.get("sampling") else session.generate(*asked)
+        returned(lent, given, hazards)
         answer: dict[str, Any] = {}
         for number, generation in enumerate(out):
             answer[f"tokens {number}"] = np.array(generation.tokens, np.int64)
@@ -244,6 +424,18 @@ def run_step(session: Any, step: Mapping[str, Any], tensors: Mapping[str, Any], 
                 answer[f"bonus {number}.{index}"] = np.array([one.bonus], np.int64)
         return answer
     return {}
+
+
+def returned(lent: Mapping[str, Any], given: Mapping[str, Any], hazards: set[str]) -> None:
+    for name, array in lent.items():
+        unchanged(array, given[name], f"the engine changed its input {name!r}")
+        spoiled(array, hazards)
+
+
+def right_kind(value: Any, what: str, shape: tuple[int, ...]) -> None:
+    if not isinstance(value, np.ndarray) or value.dtype != np.float32 or value.shape != shape:
+        found = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise Broken(f"{what} is {found}, but must be float32 {list(shape)}")
 
 
 def rows_of(arrays: dict[str, Any]) -> Any:
@@ -541,6 +733,9 @@ class LibrarySession:
         )  # fmt: skip
         self.library.check(self.library.c.paritree_forward(self.handle, ctypes.byref(args)))
         return logits
+
+    def close(self) -> None:
+        self.library.c.paritree_close(self.handle)
 
     def commit(self, sequence: int, path: Any) -> None:
         path = np.ascontiguousarray(path, np.int32)

@@ -282,10 +282,11 @@ class Shard:
             self.store.update_finding(name, {key: finding[key] for key in own})
         if self.first_finding_s < 0:
             self.first_finding_s = seconds
-        self.to_minimise |= note == ""
+        minimise = note != "flaky" or reproduced > 0
+        self.to_minimise |= minimise
         self.say(
             "finding", finding_id=name, status=status, fingerprint=list(print_), message=judgement.message, case=to_json(case),
-            minimise=note != "flaky" or reproduced > 0, note=note, choices=fresh.choices.hex(), kind=kind_of(case), size=fresh.size,
+            minimise=minimise, note=note, choices=fresh.choices.hex(), kind=kind_of(case), size=fresh.size,
             history=[to_json(one) for one in earlier],
         )  # fmt: skip
 

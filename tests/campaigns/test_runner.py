@@ -112,13 +112,23 @@ def test_nights_tell_new_known_and_fixed_and_the_ledger_excuses(tmp_path: Path, 
     assert red == [True, False, False]  # the second night fails as well, but the ledger accepts it
 
 
-def test_a_failure_that_needs_an_earlier_case_is_said_to(tmp_path: Path, toy: Path) -> None:
-    """Wrong from the second call on: the case alone passes in a fresh worker, but not after others."""
+def test_a_failure_that_needs_an_earlier_case_is_said_to_and_minimised_with_it(tmp_path: Path, toy: Path) -> None:
+    """Wrong from the second call on: the case alone passes in a fresh worker, but not after another. The capsule holds both."""
     (toy / "wrong").write_text("second call")
     _, (result,) = check([ENGINE], options(tmp_path, trials=60))
-    notes = {finding["note"] for finding in result.findings.values()}
-    assert notes == {"needs history"}
-    assert all(not finding.get("minimal") for finding in result.findings.values())
+    (finding,) = result.findings.values()
+    assert (finding["note"], finding["minimal"], len(finding["history"])) == ("needs history", True, 1)
+    with Store.create_or_open(tmp_path / "store", readonly=True) as store:
+        (row,) = store.findings()
+        folder = store.path / row["capsule"]
+    capsule = read(folder)
+    assert [dict(case.dims) for case in (*capsule.earlier, capsule.case) if isinstance(case, OpCase)] == [{"N": 1, "T": 1}] * 2
+    ended = subprocess.run([sys.executable, str(folder / "repro.py")], capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    again = stored(row["finding_id"], str(tmp_path / "store"))
+    with Supervisor(ENGINE, deadline_s=patience()) as supervisor:
+        assert replayed(supervisor, again.case, again.wanted, 2, earlier=again.earlier).status == "reproduced"
+        assert replayed(supervisor, again.case, again.wanted, 2).status == "passes"
 
 
 def test_a_case_that_fails_alone_takes_the_place_of_one_that_needs_its_history(tmp_path: Path, toy: Path) -> None:

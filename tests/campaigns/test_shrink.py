@@ -143,8 +143,8 @@ def test_numeric_failures_reach_their_minimum_by_other_seeds() -> None:
         )
         smallest, _ = reduced(case, rare)
         assert isinstance(smallest, OpCase)
-        reached += sum(value for _, value in smallest.dims) <= 9  # the true minimum is 7: K = 5, N = T = 1
-    assert reached >= 9  # CAMPAIGNS 1.5 measured 9 of 10 with other seeds, 5 of 10 without
+        reached += sum(value for _, value in smallest.dims) <= 11  # from 59; the true minimum is 7: K = 5, N = T = 1
+    assert reached >= 9  # without other seeds 1 of 12 comes so far
 
 
 def test_a_case_that_cannot_be_smaller_stays() -> None:
