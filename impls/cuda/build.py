@@ -55,7 +55,8 @@ def find_nvcc() -> str:
 def library(*, emulated: bool = False, defines: Sequence[str] = ()) -> Path:
     """The path of the compiled engine, made now if it is not in the cache. `defines`: macros of planted bugs. Raises NoNvcc or BuildError."""
     compiler = native_build.find_compiler()
-    identity = [*compiler, native_build.compiler_version(compiler), *defines, "emulated" if emulated else _nvcc_version(find_nvcc())]
+    identity = [*compiler, native_build.compiler_version(compiler), *defines]
+    identity += ["emulated"] if emulated else [_nvcc_version(find_nvcc()), *_device_flags()]
     sources = [
         *sorted(HOST.iterdir()),
         *sorted(NATIVE.glob("*.[ch]pp")),
@@ -133,17 +134,30 @@ def _link_emulated(compiler: tuple[str, ...], folder: Path, target: Path, define
 
 
 def _link_device(compiler: tuple[str, ...], folder: Path, target: Path, defines: list[str]) -> None:
-    nvcc = find_nvcc()
+    nvcc, architecture = find_nvcc(), _device_flags()
     device = [HOST / "launch.cu", HOST / "cublas_gemm.cu"]
 
     def command(source: Path, out: Path) -> list[str]:
         if source.suffix != ".cu":
             return [*compiler, *CXX_FLAGS, *defines, "-c", str(source), "-o", str(out)]
         host_flags = ",".join(("-fPIC", "-fvisibility=hidden"))
-        return [nvcc, "-std=c++17", "-O3", "-arch=native", "-Xcompiler", host_flags, *defines, "-c", str(source), "-o", str(out)]
+        return [nvcc, "-std=c++17", "-O3", *architecture, "-Xcompiler", host_flags, *defines, "-c", str(source), "-o", str(out)]
 
     objects = _compile_all(folder, command, [*device, *_host_sources()])
-    _run([nvcc, "-shared", "-arch=native", *objects, "-o", str(target), "-lcublas"])
+    _run([nvcc, "-shared", architecture[0], *objects, "-o", str(target), "-lcublas"])
+
+
+@functools.lru_cache(maxsize=1)
+def _device_flags() -> tuple[str, ...]:
+    """-arch and macros for the GPU of this machine. Hopper's own instructions need its full name, which `native` does not give."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ("-arch=native",)
+    hopper = answer.returncode == 0 and answer.stdout.split()[:1] == ["9.0"]
+    return ("-gencode=arch=compute_90a,code=sm_90a", "-DPARITREE_SM90A") if hopper else ("-arch=native",)
 
 
 def native_build_architecture() -> tuple[str, ...]:

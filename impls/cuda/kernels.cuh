@@ -1,6 +1,7 @@
 // Every kernel, as one translation unit: what CuPy's RawModule, the launcher, the compile checks and the emulator compile.
 #pragma once
 #include "argmax.cuh"
+#include "cast.cuh"
 #include "common.cuh"
 #include "compact.cuh"
 #include "draft_table.cuh"

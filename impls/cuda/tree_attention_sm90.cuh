@@ -9,7 +9,8 @@
 #pragma once
 #include "ptx.cuh"
 
-#if defined(PARITREE_EMULATOR) || (defined(__CUDA_ARCH_FEAT_SM90_ALL) && __CUDA_ARCH__ == 900)
+// PARITREE_SM90A: the whole compilation is for sm_90a, its host part included, which then may launch these kernels
+#if defined(PARITREE_EMULATOR) || defined(PARITREE_SM90A) || (defined(__CUDA_ARCH_FEAT_SM90_ALL) && __CUDA_ARCH__ == 900)
 
 namespace paritree {
 namespace wgmma_tile {

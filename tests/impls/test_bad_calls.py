@@ -193,6 +193,16 @@ CASES: dict[str, tuple[Call, int, str]] = {
     "generate for nobody": (generate(emit=NO_EMIT), INVALID, "emit is null"),
     "generate for one who refuses": (generate(emit=abi.EmitFn(lambda *_: abi.FAILED), draft=NO_DRAFT), FAILED, "the emit callback answered 3 for prompt 0"),
     "generate from one who refuses": (generate(draft=abi.DraftFn(lambda *_: abi.FAILED)), FAILED, "the draft callback answered 3 for prompt 0"),
+    "run nothing": (lambda o: o.library.function("paritree_run_op")(None), INVALID, "call is null"),
+    "run an old struct": (run_op(struct_size=8), INVALID, "call has struct_size 8"),
+    "run on a device": (run_op(device=abi.Device(2, 0)), UNSUPPORTED, "device type is 2, but this engine takes tensors in host memory (1)"),
+    "run no operation": (run_op(op=None), INVALID, "op is null"),
+    "run an operation that is none": (run_op(op=b"levitate"), UNSUPPORTED, "there is no operation 'levitate' here; this engine has embed,rms_norm"),
+    "run with inputs nowhere": (run_op(inputs=None), INVALID, "add: input_count is 2, but inputs is null"),
+    "run without an input": (run_op(input_count=1), INVALID, "add: input b is missing"),
+    "run without an output": (run_op(output_count=0), INVALID, "add: output out is missing"),
+    "run with a parameter missing": (run_op(op=b"rms_norm"), INVALID, "rms_norm: input x is missing"),
+    "size without a place": (lambda o: o.library.function("paritree_run_op_workspace")(ctypes.byref(abi.OpCall(ctypes.sizeof(abi.OpCall), 1, b"add")), None), INVALID, "bytes is null"),
 }  # fmt: skip
 
 

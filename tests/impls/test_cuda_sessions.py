@@ -1,4 +1,4 @@
-"""The native CUDA engine: its C ABI, its sessions and its own loops. On the emulator here; on a GPU with `-m gpu`, where nvcc and cuBLAS are."""
+"""The native CUDA engine: its C ABI, its operations, its sessions and its own loops. On the emulator here; on a GPU with `-m gpu`, where nvcc and cuBLAS are."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from campaigns.case import SessionCase
+from benchmarks.gpu_trials import draw_and_judge
+from campaigns.case import OpCase, SessionCase
 from campaigns.isolation import InProcess
-from campaigns.strategies import session_cases
+from campaigns.strategies import op_cases, session_cases
 from campaigns.trial import Bench
 from impls.cuda import build
 from impls.native.adapter import load_library
@@ -19,6 +20,7 @@ from impls.native.build import BuildError, NoCompiler
 from spec.config import preset
 from spec.drafters import RandomDrafter
 from spec.engine import EngineError, Limits, Rows
+from spec.ops import OPS
 from spec.weights import random_weights
 from tests.impls.cuda_devices import DEVICES
 
@@ -55,6 +57,30 @@ def test_drawn_sessions_have_no_finding(name: str) -> None:
         assert not [judgement for judgement in bench.outcome(case).judgements if judgement.verdict.name in FINDINGS]
 
     trial()
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_drawn_operations_and_trees_have_no_finding(name: str) -> None:
+    """Every operation of spec/ops through the C ABI, hazards and refusals included: the same kernels as those of the CuPy engine."""
+    engine = engine_on(name)
+    assert engine.describe().ops == frozenset(OPS)
+    tally = draw_and_judge(engine, 5, 150, tuple(OPS))
+    assert not tally.findings
+    assert len(tally.trials) > len(OPS) // 2
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_operation_is_answered(name: str) -> None:
+    bench = Bench(InProcess(engine_on(name)))
+    for op in OPS:
+
+        @settings(max_examples=3, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+        @seed(4)
+        @given(op_cases("full", (op,)))
+        def trial(case: OpCase) -> None:
+            assert bench.outcome(case).verdict.name in ("EXACT", "WITHIN_BOUND")
+
+        trial()
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -6,6 +6,7 @@
 
 #include "../../native/arguments.hpp"
 #include "../../native/pointwise.hpp"
+#include "operations.hpp"
 #include "session.hpp"
 
 namespace paritree::cuda {
@@ -60,8 +61,8 @@ paritree_status paritree_describe(paritree_description* description) {
     description->version = "0.1.0";
     description->profile_name = chosen == Precision::float32 ? "cuda-float32" : chosen == Precision::tf32 ? "cuda-tf32" : "cuda-bf16";
     description->profile = chosen == Precision::float32 ? paritree_params{exact, 3} : chosen == Precision::tf32 ? paritree_params{tf32, 2} : paritree_params{bf16, 2};
-    description->capabilities = "forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree";
-    description->ops = "";
+    description->capabilities = "run_op,forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree";
+    description->ops = PARITREE_OP_NAMES;
     // scores and probabilities never leave the attention kernel
     static const std::string taps = [] {
       std::string names = PARITREE_TAP_NAMES;
@@ -72,6 +73,20 @@ paritree_status paritree_describe(paritree_description* description) {
       return names;
     }();
     description->taps = taps.c_str();
+  });
+}
+
+paritree_status paritree_run_op(const paritree_op_call* call) {
+  return guarded([&] {
+    check_device(checked_struct(call, "call").device);
+    paritree::cuda::run_op(*call, precision());
+  });
+}
+
+paritree_status paritree_run_op_workspace(const paritree_op_call* call, uint64_t* bytes) {
+  return guarded([&] {
+    check_op(checked_struct(call, "call"));
+    checked_pointer(bytes, "bytes") = 0;
   });
 }
 

@@ -375,7 +375,7 @@ void Device::tree_attention(const Attention& a, float* workspace) {
   float* part_out = splits > 1 ? workspace : nullptr;
   float* part_stat = splits > 1 ? workspace + splits * query_rows * a.kv_rank : nullptr;
   LAUNCH(tree_attention_tiled_f32, (Grid{parts(query_rows, kTiledRows), splits}), 256, tiled_f32::SHARED_BYTES, a.query, a.cache, a.pages.table, a.pages.size,
-         a.bits, narrow(a.words), static_cast<const unsigned*>(nullptr), narrow(a.heads), narrow(query_rows), narrow(a.prefix_len), narrow(a.keys),
+         a.bits, narrow(a.words), a.seen, narrow(a.heads), narrow(query_rows), narrow(a.prefix_len), narrow(a.keys),
          narrow(each), a.scale, a.out, part_out, part_stat, a.prefix_at);
   if (splits > 1)
     LAUNCH(tree_attention_merge_f32, {query_rows}, 128, 0, part_out, part_stat, narrow(splits), narrow(query_rows), narrow(a.kv_rank), a.out);
@@ -396,12 +396,13 @@ void Device::argmax(const float* logits, int32_t* ids, uint64_t* workspace, int6
 void Device::draft_table(const float* logits, int32_t* ids, float* log_probs, int32_t* status, uint32_t* counters, float* parts_of, uint64_t* candidates,
                          int64_t depths, int64_t vocab, int64_t width) {
   if (width > kBudgetMax) unsupported("T5: ", width, " candidates a depth are asked for, but these kernels hold ", kBudgetMax);
-  if (depths == 0 || width == 0) return;
+  if (depths == 0 || vocab == 0) return;
   const int64_t blocks = parts(vocab, kDraftChunk);
   fill(counters, 0, 4 * depths * (kDraftBins + 1));
   uint32_t* counts = counters + depths * kDraftBins;
   unsigned long long* found = reinterpret_cast<unsigned long long*>(candidates);
-  LAUNCH(draft_scan, (Grid{blocks, depths}), 256, 0, logits, parts_of, counters, status, narrow(vocab));
+  LAUNCH(draft_scan, (Grid{blocks, depths}), 256, 0, logits, parts_of, counters, status, narrow(vocab));  // also where nothing is wanted: NaN is refused
+  if (width == 0) return;
   LAUNCH(draft_collect, (Grid{blocks, depths}), 256, 0, logits, counters, found, counts, narrow(vocab), narrow(width));
   LAUNCH(draft_finish, {depths}, 1024, 8 * kDraftSort, parts_of, found, counts, ids, log_probs, narrow(blocks), narrow(vocab), narrow(width));
 }
@@ -435,3 +436,5 @@ void Device::compact(float* store, int64_t layer_stride, Pages pages, const int3
 }
 
 }  // namespace paritree::cuda
+
+#include "launch_operations.inl"

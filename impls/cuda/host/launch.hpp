@@ -84,16 +84,19 @@ class Device {
   void matmul_grouped(const float* a, int64_t divisor, const float* b, const float* second_b, const int32_t* starts, const int32_t* order, float* out,
                       float* second_out, int64_t pairs, int64_t experts, int64_t cols, int64_t inner);
   void combine(const float* weights, const float* experts, const float* shared, float* out, int64_t rows, int64_t chosen, int64_t width);
-  struct Attention {
-    const float* query;  // [rows, heads, width]
-    const float* cache;  // slots of one layer
+  template <class Element>
+  struct AttentionOf {
+    const Element* query;  // [rows, heads, width]
+    const Element* cache;  // slots of one layer
     Pages pages;
     const uint32_t* bits;
     int64_t words, rows, heads, kv_rank, width, prefix_len, keys;  // the largest, where prefix_at is given
     const int32_t* prefix_at;  // on the device: the length of the prefix; null: prefix_len
     float scale;
     float* out;  // [rows, heads, kv_rank]
+    const uint32_t* seen = nullptr;  // bits of the keys that some row sees; null: all, every slot holds numbers
   };
+  using Attention = AttentionOf<float>;
   int64_t attention_workspace(int64_t rows, int64_t heads, int64_t kv_rank, int64_t width, int64_t keys) const;  // floats
   void tree_attention(const Attention& attention, float* workspace);
   void argmax(const float* logits, int32_t* ids, uint64_t* workspace, int64_t rows, int64_t vocab);  // workspace: [rows, 64]
@@ -109,7 +112,25 @@ class Device {
   void compact(float* store, int64_t layer_stride, Pages pages, const int32_t* path, const int32_t* kept, int64_t prefix_len, const int32_t* prefix_at,
                int64_t width, int64_t layers);
 
+  // ---- launch_operations.inl
+  // scale * q . key: [query_rows, keys]; our own products, float32 in every precision.
+  void scores(const float* q, const float* keys, float* out, int64_t query_rows, int64_t width, int64_t key_count, float scale);
+  void softmax(const float* scores, const uint8_t* visible, float* out, int64_t rows, int64_t heads, int64_t keys);
+  void o_latent(const float* probs, const float* latent, float* out, int64_t query_rows, int64_t keys, int64_t rank);
+  void matmul_int4(const float* x, const int32_t* packed, const float* scales, float* out, int64_t rows, int64_t cols, int64_t inner);
+  void pack_mask(const uint8_t* visible, uint32_t* bits, uint32_t* seen, int64_t rows, int64_t keys);
+  // To bfloat16; columns from `width` to out_row become zero.
+  void cast_rows(const float* x, int64_t x_row, uint16_t* out, int64_t out_row, int64_t rows, int64_t width);
+  // Of one tree, whose structure is checked: complaints go to the status word.
+  void tree_mask_bytes(const int32_t* parents, int64_t rows, int64_t prefix_len, int32_t* positions, uint32_t* bits, uint8_t* visible, int32_t* status);
+  void accept_checked(const int32_t* tokens, const int32_t* parents, const int32_t* target, int64_t rows, int32_t* path, int32_t* length, int32_t* bonus,
+                      int32_t* status);
+  using NarrowAttention = AttentionOf<uint16_t>;  // bfloat16
+  int64_t narrow_attention_workspace(int64_t rows, int64_t heads, int64_t kv_rank, int64_t width, int64_t keys) const;  // floats
+  void tree_attention(const NarrowAttention& attention, float* workspace);
+
  private:
+  static int64_t shared_bytes_of_a_block();
   void refuse_in_capture(const char* what) const;
 
   void* stream_ = nullptr;
