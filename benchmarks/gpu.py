@@ -1,7 +1,8 @@
 """python -m benchmarks.gpu [--sections trials,timing,...] [--trials N]: everything that is claimed about a GPU, in one call, as one JSON.
 
 Sections: `trials` (judged operations in parallel), `production` (the same at production sizes, rows and heads sampled by the judge), `plants`
-(bugs in the device code, caught and localised), `sanitizer` (memcheck, racecheck, initcheck over the named checks), `sessions` (of the native engine, in three precisions), `suite` (the named checks of tests/impls/test_cuda_suite.py), `timing` (kernels beside
+(bugs in the device code, caught and localised), `sanitizer` (memcheck, racecheck, initcheck over the named checks), `sessions` (of the native engine, in three
+precisions), `native` (operations of the native engine through the C ABI, likewise), `suite` (the named checks of tests/impls/test_cuda_suite.py), `timing` (kernels beside
 their floors), `peers` (torch on the same data). The report goes to $OUT/gpu.json, or to benchmarks/results/cuda-<device>.json.
 """
 
@@ -23,7 +24,7 @@ from benchmarks import gpu_peers, gpu_sessions, gpu_timing, gpu_trials
 
 ROOT = Path(__file__).resolve().parents[1]
 SANITIZER_SECONDS = 90  # of one tool
-SECTIONS = ("trials", "production", "plants", "sessions", "suite", "timing", "peers", "sanitizer")
+SECTIONS = ("trials", "production", "plants", "sessions", "native", "suite", "timing", "peers", "sanitizer")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run: dict[str, Callable[[], Any]] = {
         "trials": lambda: trials(chosen.trials, chosen.processes),
         "sessions": lambda: sessions(chosen.sessions, chosen.processes),
+        "native": lambda: native(chosen.trials // 5, chosen.processes),
         "production": lambda: production(chosen.trials // 10, chosen.processes),
         "plants": lambda: planted(chosen.processes),
         "suite": suite,
@@ -130,7 +132,21 @@ def sessions(count: int, processes: int) -> dict[str, Any]:
         found[precision] = gpu_sessions.parallel(path, precision, share, processes)
         result = found[precision]
         log(f"{precision}: {result['sessions']} sessions, {result['findings']} findings, {result['seconds']} s; {result['sessions_with']}")
+        log(f"    unverified: {result['unverified']}")
         for finding in result["first_findings"][:6]:
+            log(f"    {finding}")
+    return found
+
+
+def native(count: int, processes: int) -> dict[str, Any]:
+    from impls.cuda import build
+
+    path = str(build.library())
+    found = {}
+    for precision, share in (("float32", count), ("tf32", count // 4), ("bf16", count // 4)):
+        result = found[precision] = gpu_sessions.parallel_operations(path, precision, share, processes)
+        log(f"{precision}: {result['trials']} trials through run_op, {result['findings']} findings, {result['seconds']} s")
+        for finding in result["first_findings"][:8]:
             log(f"    {finding}")
     return found
 

@@ -1,4 +1,4 @@
-"""Judged sessions of the native CUDA engine in float32, TF32 and bfloat16, in parallel processes that share one GPU. A part of benchmarks/gpu.py.
+"""Judged sessions and operations of the native CUDA engine in float32, TF32 and bfloat16, in parallel processes that share one GPU. A part of benchmarks/gpu.py.
 
 A session is prompts, rounds of explicit trees, commits, forks and evictions, read back and judged tap by tap against the golden model,
 and in every fourth one the engine's own loop. The precision of a process is fixed when it loads the library.
@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks import gpu_trials
 from campaigns.case import SessionCase, to_json
 from campaigns.isolation import InProcess
 from campaigns.strategies import session_cases
@@ -29,6 +30,7 @@ class SessionTally:
     sessions_with: collections.Counter[str] = field(default_factory=collections.Counter)  # verdict -> sessions that have one
     generations: int = 0  # sessions with the engine's own loop
     findings: list[tuple[str, str, str]] = field(default_factory=list)
+    unverified: collections.Counter[str] = field(default_factory=collections.Counter)  # "operation tap" -> judgements
 
     def add(self, other: SessionTally) -> None:
         self.sessions += other.sessions
@@ -36,6 +38,7 @@ class SessionTally:
         self.verdicts.update(other.verdicts)
         self.sessions_with.update(other.sessions_with)
         self.findings += other.findings
+        self.unverified.update(other.unverified)
 
 
 def _worker(job: tuple[str, str, int, int]) -> SessionTally:
@@ -45,6 +48,15 @@ def _worker(job: tuple[str, str, int, int]) -> SessionTally:
     from impls.native.adapter import load_library
 
     return judged_sessions(load_library(path), seed, count)
+
+
+def _operations_worker(job: tuple[str, str, int, int]) -> gpu_trials.Tally:
+    path, precision, seed, count = job
+    os.environ["PARITREE_CUDA_PRECISION"] = precision
+    from impls.native.adapter import load_library
+    from spec.ops import OPS
+
+    return gpu_trials.draw_and_judge(load_library(path), seed, count, tuple(OPS))
 
 
 def judged_sessions(engine: Any, seed: int, count: int) -> SessionTally:
@@ -66,6 +78,8 @@ def judged_sessions(engine: Any, seed: int, count: int) -> SessionTally:
             verdict = judgement.verdict.name
             tally.verdicts[verdict] += 1
             seen.add(verdict)
+            if verdict == "UNVERIFIED":
+                tally.unverified[f"{judgement.op} {judgement.tap}"] += 1
             if verdict in FINDINGS and len(tally.findings) < 20:
                 tally.findings.append((to_json(case), verdict, f"{judgement.op} {judgement.tap}: {judgement.message[:300]}"))
         tally.sessions_with.update(seen)
@@ -88,7 +102,29 @@ def parallel(path: str, precision: str, sessions: int, processes: int, seed: int
         "with_own_loop": total.generations,
         "judgements": dict(sorted(total.verdicts.items())),
         "sessions_with": dict(sorted(total.sessions_with.items())),
+        "unverified": dict(total.unverified.most_common()),
         "findings": len(total.findings),
         "first_findings": total.findings[:20],
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def parallel_operations(path: str, precision: str, trials: int, processes: int, seed: int = 0) -> dict[str, Any]:
+    """Trials of operations and trees through the C ABI's run_op."""
+    began = time.perf_counter()
+    share = -(-trials // processes)
+    jobs = [(path, precision, 1000 * seed + number, share) for number in range(processes)]
+    total = gpu_trials.Tally()
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for tally in pool.imap_unordered(_operations_worker, jobs):
+            total.add(tally)
+    return {
+        "precision": precision,
+        "trials": sum(total.trials.values()),
+        "by_op": dict(sorted(total.trials.items())),
+        "verdicts": dict(sorted(total.verdicts.items())),
+        "findings": len(total.findings),
+        "first_findings": total.findings[:20],
+        "largest_share": {name: round(share, 4) for name, share in sorted(total.largest.items())},
         "seconds": round(time.perf_counter() - began, 1),
     }
