@@ -12,6 +12,7 @@
 #include "pointwise.cuh"
 #include "ptx.cuh"
 #include "route.cuh"
+#include "sampling.cuh"
 #include "softmax.cuh"
 #include "tree.cuh"
 #include "tree_attention_bf16.cuh"

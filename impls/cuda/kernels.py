@@ -5,12 +5,14 @@ Nothing here touches host data. T = rows, H = heads, R = kv_rank, C = R + rope_d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from impls.cuda.device import Array, Device
 from spec.engine import Unsupported
+from spec.sampling import Sampling
 
 LAUNCH_ROWS_MAX = 65535  # of the second and third dimension of a grid
 WORKSPACE_MAX = 64 << 20  # bytes, of one attention call
@@ -21,8 +23,10 @@ MMA16 = ("tree_attention_mma_bf16", 65_536)  # asserted in tree_attention_bf16.c
 MMA32 = ("tree_attention_mma32_bf16", 121_344)
 WGMMA = ("tree_attention_wgmma_bf16", 231_424)  # sm_90a only; asserted in tree_attention_sm90.cuh
 SHARED_PORTABLE = 101_376  # bytes a block on sm_120
-DRAFT_CHUNK, DRAFT_BINS, DRAFT_SORT = 4096, 4096, 4096  # draft_table.cuh
+DRAFT_BINS, DRAFT_SORT, DRAFT_CHUNK = 4096, 4096, 8192  # draft_table.cuh: of draft_table_once
+SELECT_PATHS = 1024  # tree.cuh: the least capacity of best_first_select
 DEPTH_MAX, BUDGET_MAX = 20, 1024  # tree.cuh
+SAMPLE_CHUNK, SAMPLE_PART, SAMPLE_SCRATCH = 4096, 48, 18_304  # sampling.cuh: tokens a block, bytes; asserted there
 FEW_ROWS = 8
 GROUPED_ROWS = 32
 
@@ -35,6 +39,21 @@ class Pages:
     size: int
 
 
+@dataclass(frozen=True)
+class Draws:
+    """What a draw follows besides its row of logits: the rule, and the history of each stream, all on the device (sampling.cuh).
+
+    `rule`: 80 bytes; `bias_tokens`, `biases`: the pairs of logit_bias; `history`: tokens of all streams; `streams` [N, 4]: first token in
+    `history`, length, length of the prompt, number of the request.
+    """
+
+    rule: Array
+    bias_tokens: Array
+    biases: Array
+    history: Array
+    streams: Array
+
+
 class Kernels:
     """`forms`: "fast", or "plain" for the first version of every kernel that has several."""
 
@@ -43,6 +62,7 @@ class Kernels:
             raise ValueError(f"forms is {forms!r}, but must be fast or plain")
         self.device = device
         self.plain = forms == "plain"
+        self._counters: Array | None = None
         self.float32_form = RESIDENT if device.shared_max >= RESIDENT[1] else TILED
         self.mma_form = WGMMA if device.warpgroups else MMA32 if device.shared_max >= MMA32[1] else MMA16
 
@@ -296,6 +316,49 @@ class Kernels:
         self.device.launch("argmax_join", (rows,), 32, (partial, ids, splits))
         return ids
 
+    def draws(self, sampling: Sampling, histories: Sequence[Sequence[int]], prompt_lens: Sequence[int], numbers: Sequence[int]) -> Draws:
+        """One stream for each history, which is everything before the token that is drawn (A6)."""
+        rule = np.zeros(10, np.float64)
+        rule[:6] = (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        words = rule.view(np.uint64)
+        words[6:] = (sampling.top_k, sampling.seed, int(sampling.top_k_ties == "all"), len(sampling.logit_bias))
+        lengths = [len(history) for history in histories]
+        starts = np.cumsum([0, *lengths])[:-1]
+        streams = np.array([starts, lengths, prompt_lens, numbers], np.int32).T
+        bias_tokens = np.array([token for token, _ in sampling.logit_bias], np.int32)
+        biases = np.array([bias for _, bias in sampling.logit_bias], np.float64)
+        history = np.array([token for own in histories for token in own], np.int32)
+        return Draws(*map(self.device.upload, (rule, bias_tokens, biases, history, np.ascontiguousarray(streams))))
+
+    def sample(
+        self, logits: Array, draws: Draws, status: Array, *, tokens: Array | None = None, parents: Array | None = None, count: Array | None = None
+    ) -> Array:  # fmt: skip
+        """ids [T] of logits [T, V], T a multiple of the streams; rows past a stream's `count` are -1. With `parents` (and `tokens`) [N, M] the M
+        rows of a stream are the nodes of a tree, and a row follows the path of its node; else a stream has one row."""
+        rows, vocab = logits.shape
+        ids = self.device.empty((rows,), np.int32)
+        if not rows:
+            return ids
+        nodes = 1 if parents is None else parents.shape[1]
+        operands = (
+            logits, draws.rule, draws.bias_tokens, draws.biases, draws.history, draws.streams, tokens, parents, count, nodes, nodes, vocab,
+        )  # fmt: skip
+        if self.plain:
+            self.device.launch("sample_plain", (rows,), 512, (*operands, ids, status), SAMPLE_SCRATCH)
+            return ids
+        blocks = -(-vocab // SAMPLE_CHUNK)
+        parts = self.device.empty((rows, blocks, SAMPLE_PART), np.uint8)
+        self.device.launch("sample_race", (blocks, rows), 256, (*operands, parts))
+        self.device.launch("sample_finish", (rows,), 512, (*operands, parts, blocks, ids, status), SAMPLE_SCRATCH)
+        return ids
+
     def draft_table(self, logits: Array, width: int, status: Array) -> tuple[Array, Array]:
         """ids and log_probs [L, width] of logits [L, V]; width <= V. Raises Unsupported above BUDGET_MAX candidates."""
         depths, vocab = logits.shape
@@ -307,19 +370,21 @@ class Kernels:
         if self.plain:
             self.device.launch("draft_table_plain", (depths,), 256, (logits, ids, log_probs, status, vocab, width))
             return ids, log_probs
-        parts_count = -(-vocab // DRAFT_CHUNK)
-        parts = self.device.empty((depths, parts_count, 2), np.float32)
-        counters = self.device.zeros((depths * (DRAFT_BINS + 1),), np.uint32)
-        histogram, counts = counters[: depths * DRAFT_BINS], counters[depths * DRAFT_BINS :]
+        blocks = -(-vocab // DRAFT_CHUNK)
+        parts = self.device.empty((depths, blocks, 2), np.float32)
         candidates = self.device.empty((depths, vocab), np.uint64)
-        grid = (parts_count, depths)
-        self.device.launch("draft_scan", grid, 256, (logits, parts, histogram, status, vocab))
-        if width:
-            self.device.launch("draft_collect", grid, 256, (logits, histogram, candidates, counts, vocab, width))
-            self.device.launch(
-                "draft_finish", (depths,), 1024, (parts, candidates, counts, ids, log_probs, parts_count, vocab, width), 8 * DRAFT_SORT
-            )
+        wide = vocab % 4 == 0 and _step(logits, 0) % 4 == 0  # every buffer begins at a multiple of 16 bytes
+        self.device.launch(
+            "draft_table_once", (blocks, depths), 512,
+            (logits, ids, log_probs, parts, candidates, self._draft_counters(depths), status, vocab, width, int(wide)), 8 * DRAFT_SORT,
+        )  # fmt: skip
         return ids, log_probs
+
+    def _draft_counters(self, depths: int) -> Array:
+        """Zero before a call of draft_table_once and zero again after it, so that it is made once."""
+        if self._counters is None or len(self._counters) < depths:
+            self._counters = self.device.zeros((max(depths, DEPTH_MAX), DRAFT_BINS + 2), np.uint32)
+        return self._counters
 
     def best_first_tree(self, ids: Array, log_probs: Array, budget: int, root: int, status: Array) -> tuple[Array, Array, Array, Array]:
         """tokens, parents, depths [budget + 1] and count [1]. Raises Unsupported above BUDGET_MAX nodes or DEPTH_MAX depths."""
@@ -332,6 +397,18 @@ class Kernels:
         held = (
             depth_max * width if frontier + 4 * depth_max * width <= SHARED_PORTABLE - 1024 else 0
         )  # the kernel's own variables: below 1 KiB
+        if not self.plain:
+            paths = SELECT_PATHS
+            while paths < 2 * budget:
+                paths *= 2
+            table = 4 * depth_max * width
+            near = 17 * paths + table <= SHARED_PORTABLE - 1024
+            self.device.launch(
+                "best_first_select", (1,), 512,
+                (ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, count, status, int(near), paths, None),
+                max(frontier, 17 * paths + (table if near else 0)),
+            )  # fmt: skip
+            return tokens, parents, depths, count
         self.device.launch(
             "best_first_tree", (1,), 256, (ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, count, status, held, None),
             frontier + 4 * held,

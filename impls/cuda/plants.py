@@ -40,8 +40,8 @@ PLANTS: tuple[Plant, ...] = (
     ),
     Plant(
         "tail-unmasked",  # [h] the last, partial tile counts as if it were full
-        "own[i] = v < vocab ? row[v] : minus_infinity();",
-        "own[i] = v < vocab ? row[v] : 0.0f;",
+        "own[j] = place(j) < vocab ? row[place(j)] : minus_infinity();",
+        "own[j] = place(j) < vocab ? row[place(j)] : 0.0f;",
         "draft_table",
         "columns past the end take part in the sum",
     ),
@@ -76,8 +76,8 @@ PLANTS: tuple[Plant, ...] = (
     ),
     Plant(
         "stale-workspace",  # [k] the padding of a sort is whatever was there
-        "    for (unsigned i = count + threadIdx.x; i < padded; i += FINISH_THREADS) held[i] = 0;\n",
-        "    for (unsigned i = count + threadIdx.x; i < padded; i += FINISH_THREADS) held[i] = held[i] ? held[i] : ~0ull;\n",
+        "    for (unsigned i = count + threadIdx.x; i < padded; i += ONCE_THREADS) held[i] = 0;\n",
+        "    for (unsigned i = count + threadIdx.x; i < padded; i += ONCE_THREADS) held[i] = held[i] ? held[i] : ~0ull;\n",
         "draft_table",
         "uninitialised shared memory is sorted with the candidates",
     ),
@@ -90,8 +90,8 @@ PLANTS: tuple[Plant, ...] = (
     ),
     Plant(
         "path-order",  # [a] equal scores in the order of insertion
-        "(w == word_of(depth_b - 1) ? digit_b : 0ull);\n        if (x != y) return x < y;",
-        "(w == word_of(depth_b - 1) ? digit_b : 0ull);\n        if (x != y) return x > y;",
+        "return a == b ? depth_a < depth_b : a < b;  // a prefix comes first",
+        "return a == b ? depth_a < depth_b : a > b;  // a prefix comes first",
         "best_first_tree",
         "equal scores leave in the wrong order",
     ),

@@ -1,10 +1,11 @@
 // The draft tree on the device: answers spec/ops/{best_first_tree,tree_mask,accept}.py (T2-T8, C2, C3, V1, A1, A3, T6).
 //
 // No decision is left to rounding or to the order of threads: a path score is the exact sum of its float32 log-probabilities, and equal
-// scores fall back on the rank path, kept as digits of rank + 1 in big-endian words, so that a prefix comes before its extensions.
-// Two forms of the builder; the kernel takes the second one wherever its sums fit:
-//   pop_wide    scores as two doubles (106 bits); a table that needs more raises STATUS_INEXACT instead of guessing
-//   pop_units   scores as integers of 31 or 63 bits in units of the largest power of two that divides every log-probability
+// scores fall back on the rank path. The builder is a ladder; each form hands what it cannot hold to the one before it:
+//   pop_wide           one node after the other by one warp; scores as two doubles (106 bits); a table that needs more raises
+//                      STATUS_INEXACT instead of guessing; rank paths as digits of rank + 1 in big-endian words, so that a prefix comes first
+//   pop_units          the same with scores as integers of 31 or 63 bits in units of the largest power of two that divides every log-probability
+//   best_first_select  all nodes at once: a limit, all paths within it, and a sort, by 512 threads
 #pragma once
 #include "common.cuh"
 
@@ -338,36 +339,26 @@ PARITREE_INLINE int pop_units(const Build& build, unsigned long long* memory, co
 }  // namespace tree
 }  // namespace paritree
 
-// Shared memory in bytes: 72 * (budget + 1 rounded up to a multiple of 32), 76,032 for 1,024 nodes; where `held` is not 0, as many words
-// more for the table in units.
-//
-// One block, 256 threads: all of them check the table, find its unit and bring it near; then the first warp pops.
-// tokens, parents, depths [budget + 1], count [1]; ids and log_probs [depth_max, width].
-extern "C" __global__ void __launch_bounds__(256)
-best_first_tree(const int* ids, const float* log_probs, int depth_max, int width, int budget, int root, int* tokens, int* parents, int* depths,
-                int* count, int* status, int held, const int* root_at) {
-    using namespace paritree;
-    if (root_at != nullptr) root = *root_at;
-    using namespace paritree::tree;
-    PARITREE_SHARED(unsigned long long, memory);
-    __shared__ int widths[DEPTH_MAX + 1];  // finite candidates of a depth; 0 past the last one
-    __shared__ float largest[DEPTH_MAX];
-    __shared__ int problems, exponent_low;
+namespace paritree {
+namespace tree {
 
+// What a builder has to know about its table, found by the whole block.
+struct Examined {
+    int widths[DEPTH_MAX + 1];  // finite candidates of a depth; 0 past the last one
+    float largest[DEPTH_MAX];   // magnitude
+    int problems, exponent_low, above_zero;
+};
+
+PARITREE_INLINE void examine(const float* table, int depth_max, int width, Examined& found) {
     const int lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        problems = 0;
-        exponent_low = 1 << 20;
-        widths[depth_max] = 0;
-    }
-    for (int i = threadIdx.x; i <= budget; i += blockDim.x) {
-        tokens[i] = i ? -1 : root;
-        parents[i] = -1;
-        depths[i] = i ? -1 : 0;
+        found.problems = found.above_zero = 0;
+        found.exponent_low = 1 << 20;
+        found.widths[depth_max] = 0;
     }
     __syncthreads();
     for (int depth = threadIdx.x / 32; depth < depth_max; depth += blockDim.x / 32) {
-        const float* row = log_probs + depth * width;
+        const float* row = table + depth * width;
         int finite = 0, problem = 0, low = 1 << 20;
         float size = 0.0f;
         for (int k = lane; k < width; k += 32) {
@@ -385,42 +376,352 @@ best_first_tree(const int* ids, const float* log_probs, int depth_max, int width
         size = warp_max(size);
         const int whole = static_cast<int>(__reduce_add_sync(FULL_WARP, static_cast<unsigned>(finite)));
         if (lane == 0) {
-            widths[depth] = whole;
-            largest[depth] = size;
+            found.widths[depth] = whole;
+            found.largest[depth] = size;
+            if (width && row[0] > 0.0f) found.above_zero = 1;
         }
-        if (problem) atomicOr(&problems, problem);
-        atomicMin(&exponent_low, low);
+        if (problem) atomicOr(&found.problems, problem);
+        if (low < 1 << 20) atomicMin(&found.exponent_low, low);
     }
     __syncthreads();
-    if (problems) {
+}
+
+// Bits of an integer that holds every sum in units of 2^exponent_low; 0: all entries are 0.
+PARITREE_INLINE int bits_of_sums(const Examined& found, int depth_max) {
+    double bound = 0.0;  // no sum is larger
+    for (int depth = 0; depth < depth_max; ++depth) bound += static_cast<double>(found.largest[depth]);
+    const int high = static_cast<int>(static_cast<unsigned long long>(__double_as_longlong(bound)) >> 52 & 0x7ffu) - 1022;  // bound < 2^high
+    return bound == 0.0 ? 0 : high + 1 - found.exponent_low;
+}
+
+PARITREE_INLINE void clear_nodes(int budget, int root, int* tokens, int* parents, int* depths) {
+    for (int i = threadIdx.x; i <= budget; i += blockDim.x) {
+        tokens[i] = i ? -1 : root;
+        parents[i] = -1;
+        depths[i] = i ? -1 : 0;
+    }
+}
+
+// By the first warp, the form that holds the sums.
+PARITREE_INLINE void pop_all(const Build& build, unsigned long long* memory, int* table, int bits, int exponent_low, int* count, int* status) {
+    const int exponent = bits == 0 ? 0 : -exponent_low;
+    bool exact = true;
+    int number;
+    if (bits <= 30) number = pop_units<int>(build, memory, table, exponent);
+    else if (bits <= 62) number = pop_units<long long>(build, memory, static_cast<const long long*>(nullptr), exponent);
+    else number = pop_wide(build, memory, exact);
+    if (threadIdx.x == 0) {
+        *count = number;
+        if (!exact) atomicOr(status, STATUS_INEXACT);
+    }
+}
+}  // namespace tree
+}  // namespace paritree
+
+// Shared memory in bytes: 72 * (budget + 1 rounded up to a multiple of 32), 76,032 for 1,024 nodes; where `held` is not 0, as many words
+// more for the table in units.
+//
+// One block, 256 threads: all of them check the table, find its unit and bring it near; then the first warp pops.
+// tokens, parents, depths [budget + 1], count [1]; ids and log_probs [depth_max, width].
+extern "C" __global__ void __launch_bounds__(256)
+best_first_tree(const int* ids, const float* log_probs, int depth_max, int width, int budget, int root, int* tokens, int* parents, int* depths,
+                int* count, int* status, int held, const int* root_at) {
+    using namespace paritree;
+    using namespace paritree::tree;
+    if (root_at != nullptr) root = *root_at;  // a captured graph has other roots at each replay
+    PARITREE_SHARED(unsigned long long, memory);
+    __shared__ Examined examined;
+    clear_nodes(budget, root, tokens, parents, depths);
+    examine(log_probs, depth_max, width, examined);
+    if (examined.problems) {
         if (threadIdx.x == 0) {
-            atomicOr(status, problems);
+            atomicOr(status, examined.problems);
             *count = 0;
         }
         return;
     }
-    const Build build = {ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, widths};
-    double bound = 0.0;  // no sum is larger
-    for (int depth = 0; depth < depth_max; ++depth) bound += static_cast<double>(largest[depth]);
-    const int high = static_cast<int>(static_cast<unsigned long long>(__double_as_longlong(bound)) >> 52 & 0x7ffu) - 1022;  // bound < 2^high
-    const int low = bound == 0.0 ? 0 : exponent_low, bits = bound == 0.0 ? 0 : high + 1 - low;
-    bool exact = true;
-    int number = 0;
-    if (bits <= 30) {
-        int* table = held ? reinterpret_cast<int*>(memory + 9 * ((budget + 32) / 32 * 32)) : nullptr;
-        if (held) {
-            for (int i = threadIdx.x; i < depth_max * width; i += blockDim.x) table[i] = log_probs[i] > minus_infinity() ? static_cast<int>(in_units(log_probs[i], -low)) : 0;
-            __syncthreads();
-        }
-        if (threadIdx.x >= 32) return;
-        number = pop_units<int>(build, memory, table, -low);
-    } else {
-        if (threadIdx.x >= 32) return;
-        number = bits <= 62 ? pop_units<long long>(build, memory, static_cast<const long long*>(nullptr), -low) : pop_wide(build, memory, exact);
+    const int bits = bits_of_sums(examined, depth_max), exponent = bits == 0 ? 0 : -examined.exponent_low;
+    int* table = nullptr;
+    if (held && bits <= 30) {
+        table = reinterpret_cast<int*>(memory + 9 * ((budget + 32) / 32 * 32));
+        for (int i = threadIdx.x; i < depth_max * width; i += blockDim.x)
+            table[i] = log_probs[i] > minus_infinity() ? static_cast<int>(in_units(log_probs[i], exponent)) : 0;
+        __syncthreads();
     }
-    if (lane == 0) {
-        *count = number;
-        if (!exact) atomicOr(status, STATUS_INEXACT);
+    if (threadIdx.x >= 32) return;
+    pop_all({ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, examined.widths}, memory, table, bits, examined.exponent_low, count, status);
+}
+
+// ---- the builder in parallel -----------------------------------------------------------------------------------------
+//
+// Where no log-probability is above 0, the tree is simply the first `budget` rank paths in the order (score descending, path ascending):
+// every prefix and every better sibling of a path comes before it. So nothing has to be popped:
+//   1. a limit of the cost (-score) that at least `budget` paths keep, from counts of paths by rounded-up cost (one convolution a depth);
+//   2. all paths within the limit, depth by depth, by all threads; sums in float32 only choose, and the limit has room for their rounding;
+//   3. a sort by exact cost, equal costs by path.
+// More paths than `capacity` within the limit (many equal costs), sums beyond 62 bits, or an entry above 0: the form that pops takes over.
+namespace paritree {
+namespace tree {
+constexpr int SELECT_THREADS = 512, CELLS = 64, ROUNDS = 2;
+// float32 sums of at most DEPTH_MAX terms that do not differ in sign, each term and each sum rounded once: below (1 + 2^-24)^42; twice over
+constexpr float LIMIT_ROOM = 1.0f + 0x1p-17f;
+
+// Paths found so far, depth by depth, and within a depth in the order of their rank paths. Index 0 is the root.
+struct Found {
+    unsigned long long* cost;  // [capacity] in units; from the sort on by place, not by path
+    unsigned short* parent;    // [capacity]
+    unsigned short* rank;      // [capacity]
+    unsigned short* order;     // [capacity] offsets of children, then the path at each place
+    unsigned short* number;    // [capacity] node number by path
+    unsigned char* depth;      // [capacity]
+};
+
+PARITREE_INLINE bool path_before(const Found& found, int a, int b) {
+    const int depth_a = found.depth[a], depth_b = found.depth[b];
+    while (found.depth[a] > depth_b) a = found.parent[a];
+    while (found.depth[b] > depth_a) b = found.parent[b];
+    return a == b ? depth_a < depth_b : a < b;  // a prefix comes first
+}
+
+// Exclusive sum over the block and, by reference, the total. `scratch`: SELECT_THREADS / 32 words, free again on return.
+PARITREE_INLINE int block_offset(int own, int& total, int* scratch) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int sum = own;
+    for (int step = 1; step < 32; step <<= 1) {
+        const int before = __shfl_up_sync(FULL_WARP, sum, step);
+        if (lane >= step) sum += before;
+    }
+    if (lane == 31) scratch[warp] = sum;
+    __syncthreads();
+    int base = 0;
+    total = 0;
+    for (int w = 0; w < SELECT_THREADS / 32; ++w) {
+        const int part = scratch[w];
+        base += w < warp ? part : 0;
+        total += part;
+    }
+    __syncthreads();
+    return base + sum - own;
+}
+
+// A cost that at least `budget` paths do not exceed, as a float32; infinite where there are fewer paths. By the whole block; `counts`
+// [DEPTH_MAX + 2][CELLS] floats of shared memory. A path whose rounded-up terms sum to C costs at most C / scale.
+PARITREE_INLINE float cost_limit(const float* table, const int* widths, int depth_max, int width, int budget, float ceiling, float* counts, float* shared_limit) {
+    const int lane = threadIdx.x % 32;
+    float limit = ceiling;
+    for (int round = 0; round < ROUNDS; ++round) {
+        if (!(limit > 0.0f)) return limit;
+        const float scale = static_cast<float>(CELLS - 1) / limit * (1.0f - 0x1p-20f);
+        if (!(scale < 1e30f)) return limit;
+        for (int i = threadIdx.x; i < depth_max * CELLS; i += SELECT_THREADS) counts[i] = 0.0f;
+        __syncthreads();
+        for (int depth = threadIdx.x / 32; depth < depth_max; depth += SELECT_THREADS / 32)
+            for (int r = lane; r < widths[depth]; r += 32) {
+                const float cells = ceilf(-table[depth * width + r] * scale * (1.0f + 0x1p-20f));
+                if (cells < static_cast<float>(CELLS)) atomicAdd(&counts[depth * CELLS + static_cast<int>(cells)], 1.0f);
+            }
+        __syncthreads();
+        if (threadIdx.x < 32) {  // paths of a depth by cell: those of the depth before, convolved; a lane has two cells
+            float* now = counts + DEPTH_MAX * CELLS;  // [2][CELLS]: counts saturate, so that no infinity meets a zero
+            now[lane] = lane == 0 ? 1.0f : 0.0f;
+            now[lane + 32] = 0.0f;
+            float low_total = 0.0f, high_total = 0.0f;
+            for (int depth = 0; depth < depth_max; ++depth) {
+                __syncwarp();
+                const float* own = counts + depth * CELLS;
+                float low = 0.0f, high = 0.0f;
+#pragma unroll 8
+                for (int y = 0; y < 32; ++y) {
+                    const float here = own[y];
+                    if (lane >= y) low = fmaf(here, now[lane - y], low);
+                    high = fmaf(here, now[lane + 32 - y], high);
+                }
+#pragma unroll 8
+                for (int y = 32; y < CELLS; ++y)
+                    if (lane + 32 >= y) high = fmaf(own[y], now[lane + 32 - y], high);
+                low = fminf(low, 1e6f);
+                high = fminf(high, 1e6f);
+                low_total += low;
+                high_total += high;
+                __syncwarp();
+                now[lane] = low;
+                now[lane + 32] = high;
+                if (!__any_sync(FULL_WARP, low + high > 0.0f)) break;
+            }
+            for (int step = 1; step < 32; step <<= 1) {  // counts up to a cell
+                const float a = __shfl_up_sync(FULL_WARP, low_total, step), b = __shfl_up_sync(FULL_WARP, high_total, step);
+                if (lane >= step) {
+                    low_total += a;
+                    high_total += b;
+                }
+            }
+            high_total += __shfl_sync(FULL_WARP, low_total, 31);
+            const unsigned lows = __ballot_sync(FULL_WARP, low_total >= static_cast<float>(budget));
+            const unsigned highs = __ballot_sync(FULL_WARP, high_total >= static_cast<float>(budget));
+            const int cell = lows ? __ffs(static_cast<int>(lows)) - 1 : highs ? 31 + __ffs(static_cast<int>(highs)) : CELLS;
+            if (lane == 0) *shared_limit = cell == CELLS ? limit : fminf(limit, static_cast<float>(cell) / scale * (1.0f + 0x1p-20f));
+        }
+        __syncthreads();
+        limit = *shared_limit;
+        __syncthreads();
+    }
+    return limit;
+}
+
+// Number of candidates of a depth that a path of cost `above` may be continued by: rows descend, so they are the first ones.
+PARITREE_INLINE int within(const float* row, int width, float above, float limit) {
+    int low = 0, high = width;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (above - row[middle] <= limit) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+// All paths within the limit. Returns how many, the root not counted; -1: more than `capacity`.
+PARITREE_INLINE int enumerate(const Build& build, const Found& found, const float* table, float limit, int exponent, int capacity, int* scratch) {
+    const float unit = ldexpf(1.0f, -exponent);
+    if (threadIdx.x == 0) {
+        found.cost[0] = 0;
+        found.depth[0] = 0;
+        found.parent[0] = found.rank[0] = 0;
+    }
+    int first = 0, last = 1;  // the paths of the depth before
+    for (int depth = 0; depth < build.depth_max && first < last; ++depth) {
+        __syncthreads();
+        const float* row = table + depth * build.width;
+        int next = last;
+        for (int begin = first; begin < last; begin += SELECT_THREADS) {
+            const int own = begin + static_cast<int>(threadIdx.x), parents = min(last - begin, SELECT_THREADS);
+            const float above = own < last ? static_cast<float>(found.cost[own]) * unit : 0.0f;
+            int total;
+            const int count = own < last ? within(row, build.widths[depth], above, limit) : 0;
+            const int offset = block_offset(count, total, scratch);
+            if (next + total > capacity) return -1;  // the same in every thread
+            found.order[threadIdx.x] = static_cast<unsigned short>(offset);
+            __syncthreads();
+            for (int child = threadIdx.x; child < total; child += SELECT_THREADS) {
+                int low = 0, high = parents;  // the last parent whose offset is not above `child`; those without children share theirs with the next
+                while (high - low > 1) {
+                    const int middle = (low + high) / 2;
+                    if (found.order[middle] <= child) low = middle;
+                    else high = middle;
+                }
+                const int parent = begin + low, rank = child - found.order[low], at = next + child;
+                found.cost[at] = found.cost[parent] + static_cast<unsigned long long>(in_units(-row[rank], exponent));
+                found.parent[at] = static_cast<unsigned short>(parent);
+                found.rank[at] = static_cast<unsigned short>(rank);
+                found.depth[at] = static_cast<unsigned char>(depth + 1);
+            }
+            __syncthreads();
+            next += total;
+        }
+        first = last;
+        last = next;
+    }
+    __syncthreads();
+    return last - 1;
+}
+
+// By cost, equal costs by path: place i of `order` and `cost` for i < count. Bitonic over the next power of two, the root and padding last.
+PARITREE_INLINE void sort_paths(const Found& found, int count) {
+    int padded = 2;
+    while (padded < count + 1) padded <<= 1;
+    for (int i = threadIdx.x; i < padded; i += SELECT_THREADS) {
+        if (i == 0 || i > count) found.cost[i] = ~0ull;
+        found.order[i] = static_cast<unsigned short>(i);
+    }
+    __syncthreads();
+    for (int size = 2; size <= padded; size <<= 1)
+        for (int step = size >> 1; step; step >>= 1) {
+            for (int i = threadIdx.x; i < padded / 2; i += SELECT_THREADS) {
+                const int low = 2 * i - (i & (step - 1)), high = low + step;
+                const unsigned long long a = found.cost[low], b = found.cost[high];
+                const unsigned short path_a = found.order[low], path_b = found.order[high];
+                const bool swapped = a != b ? b < a : a != ~0ull && path_before(found, path_b, path_a);
+                if (swapped == ((low & size) == 0)) {
+                    found.cost[low] = b;
+                    found.cost[high] = a;
+                    found.order[low] = path_b;
+                    found.order[high] = path_a;
+                }
+            }
+            // 32 pairs at a distance of at most 32 lie among the 64 places of one warp, and so do those of the next step
+            if (step > 32) __syncthreads();
+            else if (step > 1) __syncwarp();
+            else __syncthreads();
+        }
+}
+}  // namespace tree
+}  // namespace paritree
+
+// The same by all threads at once. One block, 512 threads. Shared memory in bytes: 17 * capacity for the paths, capacity a power of two and at
+// least 1,024 and 2 * budget; 4 * depth_max * width for the table where `held` is not 0; at least what best_first_tree wants without its table.
+extern "C" __global__ void __launch_bounds__(512)
+best_first_select(const int* ids, const float* log_probs, int depth_max, int width, int budget, int root, int* tokens, int* parents, int* depths,
+                  int* count, int* status, int held, int capacity, const int* root_at) {
+    using namespace paritree;
+    using namespace paritree::tree;
+    if (root_at != nullptr) root = *root_at;  // a captured graph has other roots at each replay
+    PARITREE_SHARED(unsigned long long, memory);
+    __shared__ Examined examined;
+    __shared__ int scratch[SELECT_THREADS / 32];
+    __shared__ float shared_limit;
+    Found found;
+    found.cost = memory;
+    found.parent = reinterpret_cast<unsigned short*>(memory + capacity);
+    found.rank = found.parent + capacity;
+    found.order = found.rank + capacity;
+    found.number = found.order + capacity;
+    found.depth = reinterpret_cast<unsigned char*>(found.number + capacity);
+    const float* table = log_probs;
+    if (held) {
+        float* near = reinterpret_cast<float*>(found.depth + capacity);
+        for (int i = threadIdx.x; i < depth_max * width; i += SELECT_THREADS) near[i] = log_probs[i];
+        table = near;
+    }
+    clear_nodes(budget, root, tokens, parents, depths);
+    __syncthreads();
+    examine(table, depth_max, width, examined);
+    if (examined.problems) {
+        if (threadIdx.x == 0) {
+            atomicOr(status, examined.problems);
+            *count = 0;
+        }
+        return;
+    }
+    const Build build = {ids, log_probs, depth_max, width, budget, root, tokens, parents, depths, examined.widths};
+    const int bits = bits_of_sums(examined, depth_max), exponent = bits == 0 ? 0 : -examined.exponent_low;
+    const bool first_row_suffices = depth_max > 0 && examined.widths[0] >= budget;
+    int paths = -1;
+    if (bits <= 62 && !examined.above_zero && budget > 0) {
+        float ceiling = 0.0f;  // what no path, or none of the first `budget` ones, exceeds
+        for (int depth = 0; depth < depth_max; ++depth) ceiling += examined.largest[depth];
+        if (first_row_suffices) ceiling = fminf(ceiling, -table[budget - 1]);
+        ceiling *= LIMIT_ROOM;
+        const float limit = cost_limit(table, examined.widths, depth_max, width, budget, ceiling, reinterpret_cast<float*>(found.cost), &shared_limit);
+        paths = enumerate(build, found, table, limit * LIMIT_ROOM, exponent, capacity, scratch);
+        if (paths < budget && limit < ceiling) paths = -1;  // costs so small that their cells vanished
+    }
+    if (paths < 0) {
+        __syncthreads();  // `memory` is about to hold a frontier
+        if (threadIdx.x < 32) pop_all(build, memory, nullptr, bits, examined.exponent_low, count, status);
+        return;
+    }
+    sort_paths(found, paths);
+    const int nodes = min(paths, budget);
+    for (int i = threadIdx.x; i < nodes; i += SELECT_THREADS) found.number[found.order[i]] = static_cast<unsigned short>(i + 1);
+    if (threadIdx.x == 0) {
+        found.number[0] = 0;
+        *count = nodes;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < nodes; i += SELECT_THREADS) {
+        const int path = found.order[i], depth = found.depth[path];
+        tokens[i + 1] = ids[(depth - 1) * width + found.rank[path]];
+        parents[i + 1] = found.number[found.parent[path]];
+        depths[i + 1] = depth;
     }
 }
 
