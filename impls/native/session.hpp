@@ -59,6 +59,7 @@ class TapSink {
  public:
   TapSink(const char* names, paritree_tap_fn push, void* user);
   bool wants(const char* name) const;
+  const std::vector<std::string>& names() const { return names_; }
   // Each tap is exactly what the next operation consumed (handoff 0), and whole.
   template <class T>
   void push(const char* name, int64_t layer, const T* data, std::initializer_list<int64_t> shape) const;

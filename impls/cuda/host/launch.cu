@@ -125,6 +125,9 @@ void Device::fill(void* target, int byte, int64_t bytes) {
 void Device::fill_rows(void* target, int64_t pitch_bytes, int byte, int64_t width_bytes, int64_t rows) {
   for (int64_t row = 0; row < rows; ++row) fill(static_cast<char*>(target) + row * pitch_bytes, byte, width_bytes);
 }
+void Device::copy(void* target, const void* source, int64_t bytes) {
+  run_or_record([=] { std::memmove(target, source, static_cast<std::size_t>(bytes)); });
+}
 void Device::copy_rows(void* target, const void* source, int64_t pitch_bytes, int64_t width_bytes, int64_t rows) {
   run_or_record([=] {
     for (int64_t row = 0; row < rows; ++row)
@@ -208,6 +211,9 @@ void Device::fill_rows(void* target, int64_t pitch_bytes, int byte, int64_t widt
   check(cudaMemset2DAsync(target, static_cast<std::size_t>(pitch_bytes), byte, static_cast<std::size_t>(width_bytes), static_cast<std::size_t>(rows),
                           static_cast<cudaStream_t>(stream_)),
         "cudaMemset2DAsync");
+}
+void Device::copy(void* target, const void* source, int64_t bytes) {
+  if (bytes) check(cudaMemcpyAsync(target, source, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream_)), "copy on the device");
 }
 void Device::copy_rows(void* target, const void* source, int64_t pitch_bytes, int64_t width_bytes, int64_t rows) {
   check(cudaMemcpy2DAsync(target, static_cast<std::size_t>(pitch_bytes), source, static_cast<std::size_t>(pitch_bytes), static_cast<std::size_t>(width_bytes),

@@ -42,6 +42,7 @@ class Device {
   void copy_out(void* host, const void* source, int64_t bytes);  // waits
   void fill(void* target, int byte, int64_t bytes);
   void fill_rows(void* target, int64_t pitch_bytes, int byte, int64_t width_bytes, int64_t rows);
+  void copy(void* target, const void* source, int64_t bytes);  // on the device
   void copy_rows(void* target, const void* source, int64_t pitch_bytes, int64_t width_bytes, int64_t rows);
   void synchronise();
 

@@ -78,3 +78,6 @@ const char* paritree_cuda_measure_round(paritree_cuda_round* args) {
     return message.c_str();
   }
 }
+
+// How often a graph has been replayed in this session.
+extern "C" __attribute__((visibility("default"))) int64_t paritree_cuda_replays(const paritree_session* session) { return session->session.replays(); }

@@ -13,27 +13,33 @@ namespace paritree::cuda {
 namespace {
 
 constexpr int64_t kFirstPositions = 256;
+constexpr std::size_t kGraphs = 256;  // kept at a time, of forward passes and of rounds each
 
 int64_t words_for(int64_t rows) { return (rows + 31) / 32; }
+
+// Lengths in steps of a quarter of their power of two, at least 64: a stream of n rows needs about 4 log2(n / 256) graphs, and the keys that are
+// split over the device are at most a quarter too many.
+int64_t keys_bucket(int64_t keys) {
+  int64_t step = 64;
+  while (8 * step <= keys) step *= 2;
+  return (keys + step - 1) / step * step;
+}
+
+// 0, 1, 2, 4, 8, then steps of 8 to 128, then of an eighth to a sixteenth.
+int64_t rows_bucket(int64_t rows) {
+  int64_t step = 1;
+  while (step < 8 && step < rows) step *= 2;
+  while (16 * step < rows) step *= 2;
+  return (rows + step - 1) / step * step;
+}
 
 bool is_set(const char* word) { return word != nullptr && *word != '\0' && *word != '0'; }
 
 }  // namespace
 
-// Rows of a batch, sorted by sequence: `batch[i]` is where row i of the sorted order stands in the caller's batch.
+// Rows of a batch, sorted by sequence: `batch[i]` is where row i of the plan stands in the caller's batch; -1: padding.
 struct DeviceSession::Order {
   std::vector<int64_t> batch;
-  bool identity = true;
-
-  // Host rows from the sorted order to the caller's.
-  template <class T>
-  void restore(std::vector<T>& values, int64_t width) const {
-    if (identity) return;
-    const std::vector<T> sorted = values;
-    for (std::size_t i = 0; i < batch.size(); ++i)
-      std::copy_n(sorted.begin() + static_cast<std::ptrdiff_t>(static_cast<int64_t>(i) * width), width,
-                  values.begin() + static_cast<std::ptrdiff_t>(batch[i] * width));
-  }
 };
 
 DeviceSession::DeviceSession(const ModelConfig& config, paritree_weight_fn weight, void* user, int64_t cache_slots, Precision precision)
@@ -116,6 +122,7 @@ T* DeviceSession::buffer(const std::string& name, int64_t count) {
     device_.synchronise();  // the old memory may still be in use
     found->second = Memory<char>(device_, std::max(bytes, 2 * found->second.count()));
     rounds_.clear();  // they hold the old address
+    forwards_.clear();
   }
   Memory<char>& memory = buffers_.at(name);
   if (poison_) device_.fill(memory.data(), 0xff, memory.count());
@@ -186,6 +193,7 @@ void DeviceSession::ensure_positions(int64_t limit) {
     weights_.emplace(name, std::move(memory));
   }
   rounds_.clear();  // they hold the old tables
+  forwards_.clear();
   positions_ = count;
 }
 
@@ -268,74 +276,153 @@ void DeviceSession::check_rows(const BatchRows& rows) const {
   }
 }
 
-Plan DeviceSession::plan_host(const BatchRows& rows, Order& order) {
+DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& order) {
   const int64_t count = rows.count();
   std::map<int32_t, std::vector<int64_t>> members;
   for (int64_t i = 0; i < count; ++i) members[rows.sequence[static_cast<std::size_t>(i)]].push_back(i);
-  std::vector<int32_t> local(static_cast<std::size_t>(count)), tokens, slots, positions, parents;
-  Plan plan;
-  plan.rows = count;
-  int64_t words_total = 0;
-  for (const auto& [sequence, own] : members) {
-    const int64_t prefix = committed(sequence), size = static_cast<int64_t>(own.size());
-    drop_pending(sequence);
-    Sequence& of = sequences_[sequence];
+  const auto drop_all = [&] {
+    for (const auto& [sequence, ignored] : members) drop_pending(sequence);
+  };
+  const auto take_pages = [&](bool padded) {
+    drop_all();
+    for (const auto& [sequence, own] : members) {
+      const int64_t size = static_cast<int64_t>(own.size());
+      Sequence& of = sequences_[sequence];
+      resize_pages(of, of.committed + (padded ? rows_bucket(size) : size));
+    }
+  };
+  bool padded = true;
+  try {
+    take_pages(true);
+  } catch (const Error&) {  // a cache that is nearly full holds the rows, but no padding
+    padded = false;
     try {
-      resize_pages(of, prefix + size);
+      take_pages(false);
     } catch (...) {
-      for (const auto& [other, ignored] : members) drop_pending(other);
+      drop_all();
       throw;
     }
+  }
+  Batch batch;
+  std::vector<int32_t> local(static_cast<std::size_t>(count)), tokens, slots, positions, parents, sorted_at(static_cast<std::size_t>(count)), wanted, prefixes, tables;
+  std::vector<int64_t> pages_at;
+  int64_t words_total = 0, furthest = 0;
+  for (const auto& [sequence, own] : members) {
+    const int64_t size = static_cast<int64_t>(own.size()), all = padded ? rows_bucket(size) : size;
+    Sequence& of = sequences_[sequence];
+    const int64_t prefix = of.committed, keys = keys_bucket(prefix + all);
     of.pending = size;
     of.parents.clear();
-    plan.spans.push_back({static_cast<int64_t>(order.batch.size()), size, prefix, nullptr, nullptr, nullptr, words_for(size)});
-    for (int64_t i = 0; i < size; ++i) {
+    batch.plan.spans.push_back({batch.plan.rows, all, keys - all, nullptr, nullptr, nullptr, words_for(all)});
+    batch.shape.push_back(all);
+    batch.shape.push_back(keys);
+    for (int64_t i = 0; i < all; ++i) {
+      const int64_t slot = prefix + i;
+      slots.push_back(of.pages[static_cast<std::size_t>(slot / kPageRows)] * static_cast<int32_t>(kPageRows) + static_cast<int32_t>(slot % kPageRows));
+      if (i >= size) {
+        order.batch.push_back(-1);
+        tokens.push_back(-1);
+        positions.push_back(0);
+        parents.push_back(-1);
+        continue;
+      }
       const std::size_t row = static_cast<std::size_t>(own[static_cast<std::size_t>(i)]);
       local[row] = static_cast<int32_t>(i);
-      order.identity = order.identity && static_cast<int64_t>(row) == static_cast<int64_t>(order.batch.size());
+      sorted_at[row] = static_cast<int32_t>(order.batch.size());
       order.batch.push_back(static_cast<int64_t>(row));
       tokens.push_back(rows.token[row]);
       positions.push_back(rows.position[row]);
+      furthest = std::max<int64_t>(furthest, rows.position[row]);
       of.parents.push_back(rows.parent[row] < 0 ? -1 : local[static_cast<std::size_t>(rows.parent[row])]);
       parents.push_back(of.parents.back());
-      const int64_t slot = prefix + i;
-      slots.push_back(of.pages[static_cast<std::size_t>(slot / kPageRows)] * static_cast<int32_t>(kPageRows) + static_cast<int32_t>(slot % kPageRows));
     }
-    words_total += size * words_for(size);
+    prefixes.push_back(static_cast<int32_t>(prefix));
+    pages_at.push_back(static_cast<int64_t>(tables.size()));
+    tables.insert(tables.end(), of.pages.begin(), of.pages.end());
+    tables.resize(static_cast<std::size_t>(pages_at.back() + (keys + kPageRows - 1) / kPageRows), 0);
+    batch.plan.rows += all;
+    words_total += all * words_for(all);
   }
-  ensure_positions(1 + *std::max_element(positions.begin(), positions.end()));
-  int32_t* plan_words = buffer<int32_t>("plan", 4 * count);
-  const std::vector<int32_t>* columns[] = {&tokens, &slots, &positions, &parents};
-  for (int64_t i = 0; i < 4; ++i) device_.copy_in(plan_words + i * count, columns[i]->data(), count * 4);
-  plan.tokens = plan_words;
-  plan.slots = plan_words + count;
-  plan.positions = plan_words + 2 * count;
-  const int32_t* parents_on_device = plan_words + 3 * count;
+  for (int64_t i = 0; i < count; ++i)
+    if (rows.want_logits[static_cast<std::size_t>(i)]) wanted.push_back(sorted_at[static_cast<std::size_t>(i)]);
+  batch.kept = static_cast<int64_t>(wanted.size());
+  batch.kept_rows = std::min(rows_bucket(batch.kept), batch.plan.rows);
+  wanted.resize(static_cast<std::size_t>(batch.kept_rows), 0);
+  batch.shape.push_back(batch.kept_rows);
+  ensure_positions(1 + furthest);
+
+  std::vector<int32_t> inputs;
+  std::vector<std::size_t> at;
+  for (const std::vector<int32_t>* part : {&tokens, &slots, &positions, &parents, &prefixes, &wanted, &tables}) {
+    at.push_back(inputs.size());
+    inputs.insert(inputs.end(), part->begin(), part->end());
+  }
+  int32_t* on_device = buffer<int32_t>("plan", static_cast<int64_t>(inputs.size()));
+  device_.copy_in(on_device, inputs.data(), static_cast<int64_t>(inputs.size()) * 4);
+  batch.plan.tokens = on_device + at[0];
+  batch.plan.slots = on_device + at[1];
+  batch.plan.positions = on_device + at[2];
+  batch.parents = on_device + at[3];
+  batch.wanted = on_device + at[5];
   uint32_t* bits = buffer<uint32_t>("bits", words_total);
-  int32_t* depths = buffer<int32_t>("depths", count);
-  std::size_t number = 0;
-  for (const auto& [sequence, own] : members) {
-    Span& span = plan.spans[number++];
-    span.pages = page_table(sequence, 0);
+  for (std::size_t number = 0; number < batch.plan.spans.size(); ++number) {
+    Span& span = batch.plan.spans[number];
+    span.prefix_at = on_device + at[4] + number;
+    span.pages = on_device + at[6] + pages_at[number];
     span.bits = bits;
-    device_.tree_mask(parents_on_device + span.first, nullptr, span.rows, span.prefix_len, nullptr, depths + span.first, bits);
     bits += span.rows * span.words;
   }
-  return plan;
+  return batch;
 }
 
 // ---- the model -------------------------------------------------------------------------------------------------------
 
+// A copy on the device: it waits there until the pass is over, so that a graph has its taps as well.
 template <class T>
 void DeviceSession::tap(const TapSink& taps, const Order* order, const char* name, int64_t layer, const T* data, int64_t rows,
                         std::initializer_list<int64_t> shape) {
   if (!taps.wants(name)) return;
-  int64_t count = 1;
-  for (const int64_t size : shape) count *= size;
-  std::vector<T> host(static_cast<std::size_t>(count));
-  device_.copy_out(host.data(), data, count * static_cast<int64_t>(sizeof(T)));
-  if (order != nullptr && rows > 0) order->restore(host, count / rows);
-  taps.push(name, layer, host.data(), shape);
+  int64_t width = 1;
+  std::vector<int64_t> tail(shape.begin() + 1, shape.end());
+  for (const int64_t size : tail) width *= size;
+  T* copy = buffer<T>(text("tap ", name, " ", layer), rows * width);
+  device_.copy(copy, data, rows * width * static_cast<int64_t>(sizeof(T)));
+  taps_.push_back({name, layer, std::is_same_v<T, int32_t>, order != nullptr, reinterpret_cast<const char*>(copy), rows, 1, width, 0, width, std::move(tail)});
+}
+
+// Parts of the rows that the next operations read: fresh cache rows [latent | k_rope], queries [absorbed | rotated].
+void DeviceSession::tap_parts(const TapSink& taps, int64_t layer, const float* fresh, const float* query, int64_t rows) {
+  const int64_t rank = config_.kv_rank, dim = config_.rope_dim, width = config_.cache_dim(), heads = config_.heads;
+  if (!taps.wants("latent") && !taps.wants("q_rope") && !taps.wants("k_rope") && !taps.wants("q_absorb")) return;
+  float* rows_copy = buffer<float>(text("tap cache rows ", layer), rows * width);
+  float* query_copy = buffer<float>(text("tap query ", layer), rows * heads * width);
+  device_.copy(rows_copy, fresh, rows * width * 4);
+  device_.copy(query_copy, query, rows * heads * width * 4);
+  const char *of_rows = reinterpret_cast<const char*>(rows_copy), *of_query = reinterpret_cast<const char*>(query_copy);
+  const TapRecord parts[] = {{"latent", layer, false, true, of_rows, rows, 1, width, 0, rank, {rank}},
+                             {"q_rope", layer, false, true, of_query, rows, heads, width, rank, dim, {heads, dim}},
+                             {"k_rope", layer, false, true, of_rows, rows, 1, width, rank, dim, {dim}},
+                             {"q_absorb", layer, false, true, of_query, rows, heads, width, 0, rank, {heads, rank}}};
+  for (const TapRecord& part : parts)
+    if (taps.wants(part.name.c_str())) taps_.push_back(part);
+}
+
+template <class T>
+void DeviceSession::push_tap(const TapRecord& record, const Order& order, int64_t kept, const TapSink& taps) {
+  std::vector<T> found(static_cast<std::size_t>(record.rows * record.groups * record.pitch));
+  device_.copy_out(found.data(), record.data, static_cast<int64_t>(found.size() * sizeof(T)));
+  const int64_t rows = record.sorted ? std::count_if(order.batch.begin(), order.batch.end(), [](int64_t row) { return row >= 0; }) : kept;
+  std::vector<T> out(static_cast<std::size_t>(rows * record.groups * record.size));
+  for (int64_t row = 0; row < record.rows; ++row) {
+    const int64_t target = record.sorted ? order.batch[static_cast<std::size_t>(row)] : row < kept ? row : -1;
+    for (int64_t group = 0; target >= 0 && group < record.groups; ++group)
+      std::copy_n(found.begin() + (row * record.groups + group) * record.pitch + record.begin, record.size,
+                  out.begin() + (target * record.groups + group) * record.size);
+  }
+  const char* name = record.name.c_str();
+  if (record.tail.empty()) taps.push(name, record.layer, out.data(), {rows});
+  else if (record.tail.size() == 1) taps.push(name, record.layer, out.data(), {rows, record.tail[0]});
+  else taps.push(name, record.layer, out.data(), {rows, record.tail[0], record.tail[1]});
 }
 
 void DeviceSession::matmul(const float* x, int64_t rows, int64_t inner, const float* w, int64_t cols, float* out) {
@@ -343,42 +430,62 @@ void DeviceSession::matmul(const float* x, int64_t rows, int64_t inner, const fl
 }
 
 void DeviceSession::forward(const BatchRows& rows, float* logits, const TapSink& taps) {
-  const int64_t count = rows.count();
-  if (count == 0) return;
+  if (rows.count() == 0) return;
   check_rows(rows);
   Order order;
-  const Plan plan = plan_host(rows, order);
+  const Batch batch = plan_host(rows, order);
   try {
-    const float* residual = run_layers(plan, &order, taps);
-    // wanted rows, in the caller's order
-    std::vector<int32_t> sorted_at(static_cast<std::size_t>(count)), wanted;
-    for (std::size_t i = 0; i < order.batch.size(); ++i) sorted_at[static_cast<std::size_t>(order.batch[i])] = static_cast<int32_t>(i);
-    for (int64_t i = 0; i < count; ++i)
-      if (rows.want_logits[static_cast<std::size_t>(i)]) wanted.push_back(sorted_at[static_cast<std::size_t>(i)]);
-    const int64_t hidden = config_.hidden, vocab = config_.vocab, kept = static_cast<int64_t>(wanted.size());
-    float* normed = buffer<float>("final_norm", count * hidden);
-    device_.rms_norm(residual, hidden, weight("norm"), config_.rms_eps, normed, hidden, count, hidden);
-    tap(taps, &order, "final_norm", config_.layers, normed, count, {count, hidden});
-    int32_t* wanted_rows = buffer<int32_t>("wanted", kept);
-    float* picked = buffer<float>("picked", kept * hidden);
-    float* out = buffer<float>("logits", kept * vocab);
-    device_.copy_in(wanted_rows, wanted.data(), kept * 4);
-    device_.gather(normed, wanted_rows, picked, kept, hidden);
-    if (config_.tied) {
-      device_.gemm({picked, hidden, 0, weight("embed"), hidden, 0, out, vocab, 0, kept, vocab, hidden, 1, true});
-    } else {
-      matmul(picked, kept, hidden, weight("head"), vocab, out);
-    }
-    tap(taps, nullptr, "logits", config_.layers, out, kept, {kept, vocab});
-    int32_t* ids = buffer<int32_t>("argmax", kept);
-    device_.argmax(out, ids, buffer<uint64_t>("argmax parts", kept * 64), kept, vocab);
-    tap(taps, nullptr, "argmax", config_.layers, ids, kept, {kept});
-    if (logits != nullptr) device_.copy_out(logits, out, kept * vocab * 4);
+    run_forward(batch, order, taps);
+    for (const TapRecord& record : taps_) record.integers ? push_tap<int32_t>(record, order, batch.kept, taps) : push_tap<float>(record, order, batch.kept, taps);
+    if (logits != nullptr) device_.copy_out(logits, buffers_.at("logits").data(), batch.kept * config_.vocab * 4);
     device_.synchronise();
   } catch (...) {
     for (const int32_t sequence : rows.sequence) drop_pending(sequence);
     throw;
   }
+}
+
+void DeviceSession::run_forward(const Batch& batch, const Order& order, const TapSink& taps) {
+  taps_.clear();
+  if (!graphs_) return launch_forward(batch, order, taps);
+  if (forwards_.size() > kGraphs) forwards_.clear();
+  Recorded& recorded = forwards_[{batch.shape, taps.names()}];
+  if (recorded.graph == nullptr) {
+    if (recorded.runs++ == 0) return launch_forward(batch, order, taps);  // every buffer gets its size, and cuBLAS its kernels
+    recorded.graph = device_.captured([&] { launch_forward(batch, order, taps); });
+    recorded.taps = taps_;
+  }
+  taps_ = recorded.taps;
+  device_.replay(*recorded.graph);
+  ++replays_;
+}
+
+void DeviceSession::launch_masks(const Batch& batch) {
+  int32_t* depths = buffer<int32_t>("depths", batch.plan.rows);
+  for (const Span& span : batch.plan.spans)
+    device_.tree_mask(batch.parents + span.first, nullptr, span.rows, 0, span.prefix_at, depths + span.first, const_cast<uint32_t*>(span.bits));
+}
+
+// Launches only: what differs from batch to batch of one shape stands behind the pointers of `batch`.
+void DeviceSession::launch_forward(const Batch& batch, const Order& order, const TapSink& taps) {
+  const int64_t rows = batch.plan.rows, hidden = config_.hidden, vocab = config_.vocab, kept = batch.kept_rows;
+  launch_masks(batch);
+  const float* residual = run_layers(batch.plan, &order, taps);
+  float* normed = buffer<float>("final_norm", rows * hidden);
+  device_.rms_norm(residual, hidden, weight("norm"), config_.rms_eps, normed, hidden, rows, hidden);
+  tap(taps, &order, "final_norm", config_.layers, normed, rows, {rows, hidden});
+  float* picked = buffer<float>("picked", kept * hidden);
+  float* out = buffer<float>("logits", kept * vocab);
+  device_.gather(normed, batch.wanted, picked, kept, hidden);
+  if (config_.tied) {
+    device_.gemm({picked, hidden, 0, weight("embed"), hidden, 0, out, vocab, 0, kept, vocab, hidden, 1, true});
+  } else {
+    matmul(picked, kept, hidden, weight("head"), vocab, out);
+  }
+  tap(taps, nullptr, "logits", config_.layers, out, kept, {kept, vocab});
+  int32_t* ids = buffer<int32_t>("argmax", kept);
+  device_.argmax(out, ids, buffer<uint64_t>("argmax parts", kept * 64), kept, vocab);
+  tap(taps, nullptr, "argmax", config_.layers, ids, kept, {kept});
 }
 
 std::vector<int32_t> DeviceSession::choices(const BatchRows& rows) {
@@ -437,29 +544,7 @@ void DeviceSession::attention(const Plan& plan, const Order* order, int64_t laye
   device_.rope(kv + rank, width, dim, cos, sin, fresh + rank, width, dim, rows, 1, dim, half_layout);
   device_.rope(q + c.nope_dim, heads * head_dim, head_dim, cos, sin, query + rank, heads * width, width, rows, heads, dim, half_layout);
   device_.gemm({q, heads * head_dim, head_dim, of_layer(layer, "w_kc"), rank, c.nope_dim * rank, query, heads * width, width, rows, rank, c.nope_dim, heads, false});
-  if (taps.wants("latent") || taps.wants("k_rope") || taps.wants("q_rope") || taps.wants("q_absorb")) {
-    // the taps are parts of the rows that the next operations read
-    std::vector<float> host(static_cast<std::size_t>(rows * heads * width)), rows_host(static_cast<std::size_t>(rows * width));
-    device_.copy_out(rows_host.data(), fresh, rows * width * 4);
-    device_.copy_out(host.data(), query, rows * heads * width * 4);
-    const auto part = [&](const std::vector<float>& from, int64_t count, int64_t begin, int64_t size) {
-      std::vector<float> out;
-      for (int64_t i = 0; i < count; ++i) out.insert(out.end(), from.begin() + i * width + begin, from.begin() + i * width + begin + size);
-      return out;
-    };
-    std::vector<float> latent = part(rows_host, rows, 0, rank), k_rope = part(rows_host, rows, rank, dim), q_rope = part(host, rows * heads, rank, dim),
-                       q_absorb = part(host, rows * heads, 0, rank);
-    if (order != nullptr) {
-      order->restore(latent, rank);
-      order->restore(k_rope, dim);
-      order->restore(q_rope, heads * dim);
-      order->restore(q_absorb, heads * rank);
-    }
-    taps.push("latent", layer, latent.data(), {rows, rank});
-    taps.push("q_rope", layer, q_rope.data(), {rows, heads, dim});
-    taps.push("k_rope", layer, k_rope.data(), {rows, dim});
-    taps.push("q_absorb", layer, q_absorb.data(), {rows, heads, rank});
-  }
+  if (order != nullptr) tap_parts(taps, layer, fresh, query, rows);
   float* layer_store = store_.data() + layer * slots_ * width;
   device_.scatter(fresh, plan.slots, layer_store, rows, width);
   float* o_latent = buffer<float>("o_latent", rows * heads * rank);
@@ -548,14 +633,6 @@ void DeviceSession::feed_forward(int64_t rows, const Order* order, int64_t layer
 
 // ---- a round of draft trees ------------------------------------------------------------------------------------------
 
-// Lengths in steps of a quarter of their power of two, at least 64: a stream of n rows needs about 4 log2(n / 256) graphs, and the keys that are
-// split over the device are at most a quarter too many.
-static int64_t keys_bucket(int64_t keys) {
-  int64_t step = 64;
-  while (8 * step <= keys) step *= 2;
-  return (keys + step - 1) / step * step;
-}
-
 std::vector<DeviceSession::Outcome> DeviceSession::tree_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget) {
   const Round round = prepare_round(drafts, block_len, budget);
   run_round(round);
@@ -602,6 +679,7 @@ DeviceSession::Round DeviceSession::prepare_round(const std::vector<Draft>& draf
 
 void DeviceSession::run_round(const Round& round) {
   if (!graphs_) return launch_round(round);
+  if (rounds_.size() > kGraphs) rounds_.clear();
   Recorded& recorded = rounds_[round.shape];
   if (recorded.graph == nullptr) {
     if (recorded.runs++ == 0) {  // every buffer gets its size, and cuBLAS its kernels

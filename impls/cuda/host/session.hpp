@@ -48,10 +48,11 @@ struct Span {
   int64_t words;
 };
 
-// A batch whose plan is on the device already.
+// A batch whose plan is on the device already. Rows are padded to a few sizes (rows_bucket), so that batches of nearly one shape are one graph;
+// a padding row is computed like any other, into a cache slot of its own, and nobody sees it.
 struct Plan {
-  const int32_t* tokens;     // [T]; negative: padding
-  const int32_t* slots;      // [T] cache slots; negative: padding
+  const int32_t* tokens;     // [T]; negative: an embedding of zeros
+  const int32_t* slots;      // [T] cache slots
   const int32_t* positions;  // [T]
   int64_t rows = 0;
   std::vector<Span> spans;
@@ -136,7 +137,28 @@ class DeviceSession {
   const int32_t* page_table(int32_t sequence, int64_t spare_rows);
   void ensure_positions(int64_t limit);
   struct Order;  // batch order <-> order by sequence
-  Plan plan_host(const BatchRows& rows, Order& order);
+  // A forward pass whose inputs are on the device.
+  struct Batch {
+    Plan plan;
+    const int32_t *parents, *wanted;  // [T] within the span, -1: the prefix; [kept_rows] rows whose logits are wanted
+    int64_t kept = 0, kept_rows = 0;  // without and with padding
+    std::vector<int64_t> shape;       // what decides the launches
+  };
+  // A tap as it waits on the device: of each group of `pitch` numbers those from `begin` on. Groups are rows, or the heads of rows.
+  struct TapRecord {
+    std::string name;
+    int64_t layer;
+    bool integers, sorted;  // sorted: rows in the order of the plan, else the wanted rows
+    const char* data;
+    int64_t rows, groups, pitch, begin, size;
+    std::vector<int64_t> tail;  // the shape after the rows
+  };
+  Batch plan_host(const BatchRows& rows, Order& order);
+  void launch_masks(const Batch& batch);
+  void launch_forward(const Batch& batch, const Order& order, const TapSink& taps);
+  void run_forward(const Batch& batch, const Order& order, const TapSink& taps);
+  template <class T>
+  void push_tap(const TapRecord& record, const Order& order, int64_t kept, const TapSink& taps);
 
   void launch_round(const Round& round);
 
@@ -146,6 +168,7 @@ class DeviceSession {
   void gated(int64_t rows, const Order* order, int64_t layer, const std::string& prefix, int64_t width, const float* x, float* out, const TapSink& taps);
   void matmul(const float* x, int64_t rows, int64_t inner, const float* w, int64_t cols, float* out);
   const float* head(const float* residual, int64_t rows, float** normed);
+  void tap_parts(const TapSink& taps, int64_t layer, const float* fresh, const float* query, int64_t rows);
   template <class T>
   void tap(const TapSink& taps, const Order* order, const char* name, int64_t layer, const T* data, int64_t rows, std::initializer_list<int64_t> shape);
 
@@ -167,8 +190,11 @@ class DeviceSession {
   struct Recorded {
     int64_t runs = 0;  // before it was recorded; the first one sizes the buffers
     GraphPointer graph;
+    std::vector<TapRecord> taps;
   };
-  std::map<RoundShape, Recorded> rounds_;  // dropped whenever memory moves
+  std::map<RoundShape, Recorded> rounds_;  // these two are dropped whenever memory moves
+  std::map<std::pair<std::vector<int64_t>, std::vector<std::string>>, Recorded> forwards_;  // by shape and taps
+  std::vector<TapRecord> taps_;  // of the last forward pass
   int64_t replays_ = 0;
 };
 
