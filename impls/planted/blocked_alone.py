@@ -208,7 +208,7 @@ def plan_keeps_the_callers_buffer(site: Site, want_logits: Bool) -> NDArray[np.i
     "gemm",
     "i",
     "I01 vllm-project/vllm/issues/4112",
-    ("matmul", "moe", "forward", "generate"),
+    ("matmul", "moe", "forward", "generate", "engine flaky"),
     "the same session twice",
     needs=["repeats"],
 )
