@@ -7,7 +7,7 @@ and tokens only. Results are appended plant by plant and skipped when the comman
     python -m benchmarks.mutation --summary                            the table of what is known, fixed rules beside it
     python -m benchmarks.mutation --hint                               how often the hint is right about defects outside of its library
     python -m benchmarks.mutation --fixed-rules --trials 2000          how often fixed rules alarm on engines that are right
-    python -m benchmarks.mutation --benign --trials 200000 --jobs 16   false alarms; prints the totals as JSON
+    python -m benchmarks.mutation --benign --trials 200000 --jobs 16   false alarms; prints the totals as JSON (--blind: of black boxes)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from impls.planted.benign import VARIANTS
 from impls.planted.fresh import FRESH
 from impls.planted.mutants import PLANTS
 from impls.planted.native_plants import PLANTS as NATIVE_PLANTS
-from impls.registry import resolve
+from impls.registry import BLIND, resolve
 from oracles.battery import NAMES
 from oracles.judgement import FINDINGS
 from paritree.cli import budget_of
@@ -76,7 +76,7 @@ def main() -> int:
         store = arguments.store or str(Path(folder) / "store")
         if arguments.benign:
             options = Options(store=store, seed=arguments.seed, command=command)
-            totals = benign_trials(honest_engines(), arguments.trials, options, at_once=arguments.jobs, say=log)
+            totals = benign_trials(honest_engines(arguments.blind), arguments.trials, options, at_once=arguments.jobs, say=log)
             print(json.dumps(totals))
             return int(bool(totals["false_alarms"] or totals["not_loadable"]))
         seconds, trials = budget_of(arguments.budget_per_plant)
@@ -107,8 +107,10 @@ def chosen(kind: str, part: str, only: Sequence[str]) -> list[Plant]:
     return [plant for plant in plants if kind in (plant.kind, "all")][number::parts]
 
 
-def honest_engines() -> list[str]:
-    """No compiler is needed for any of them."""
+def honest_engines(blind: bool = False) -> list[str]:
+    """No compiler is needed for any of them, but for the native engine among those that are `blind`."""
+    if blind:
+        return [f"{BLIND}{name}" for name in ("golden", "blocked", "native", *(f"blocked:{name}" for name in VARIANTS))]
     return ["golden", "blocked", "blind+blocked", *(f"blocked:{name}" for name in VARIANTS)]
 
 

@@ -47,7 +47,7 @@ def declared() -> set[Region]:
         ("draft candidates", word) for word in ("all", "some -inf", "row of -inf")
     }
     out |= {("budget", word) for word in ("0", "1", "below the paths", "above the paths")}
-    out |= {("loop", word) for word in ("none", "random", "noisy", "table", "chain", "dflash")} | {
+    out |= {("loop", word) for word in ("none", "random", "noisy", "table", "chain", "dflash", "edge")} | {
         ("stop token", word) for word in ("declared", "none")
     }
     out |= {("sampling", field.name) for field in dataclasses.fields(Sampling) if field.name not in ("seed", "logit_bias", "top_k_ties")}

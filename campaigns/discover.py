@@ -27,6 +27,7 @@ from spec.engine import Description
 from spec.weights import is_large
 
 BATCH = {"op": 16, "tree": 16, "session": 8}  # at most; operations share one trip, sessions one open model
+BATCH_BLIND = 4  # sessions of one model: of a black box more models show more than more sessions
 BYTES = 8_000  # of entropy per batch, more than any draws (Hypothesis reads 8 KiB at most)
 SESSION_HAZARDS = ("views", "freed", "repeat")  # what the worker does to the arrays of a script
 RELATION_EVERY, RELATION_EVERY_BLIND = 15, 3  # sessions without a relation for each one with: taps prove more, and cost less
@@ -50,6 +51,7 @@ class Diet:
     relations: tuple[str, ...] = ("",)  # what sessions are run a second time for; one is drawn per session, "" is none
     preset: str = ""  # of the other sessions; empty: all that the generator knows
     samples: bool = False  # the engine's loop draws tokens with prescribed noise
+    hides_trees: bool = False  # the engine's loop does not say which trees it builds
 
     def shares(self) -> dict[str, float]:
         """Of the kinds that the engine does, summing to 1; empty where it does none."""
@@ -78,6 +80,7 @@ def diet_of(description: Description, *, hazards: bool = True, views: bool = Tru
         sessions=sessions,
         loops=sessions and "generate" in can,
         samples=sessions and {"generate", "sampling"} <= can,
+        hides_trees=sessions and "generate" in can and "generate_tree" not in can,
         op_hazards=tuple(name for name in HAZARDS if views or name != "views") if hazards else (),
         session_hazards=(
             *(name for name in strategies.PLAN_HAZARDS if NEEDED_BY.get(name, frozenset()) <= can),
@@ -195,12 +198,13 @@ def batch_strategy(diet: Diet, kind: str, size: str) -> st.SearchStrategy[Any]:
     else:
         return strategies.session_batches(
             size,
-            BATCH[kind],
+            BATCH_BLIND if diet.hides_trees else BATCH[kind],
             loops=diet.loops,
             hazards=diet.session_hazards,
             checkpoint=diet.checkpoint,
             only=diet.preset,
             relations=diet.relations,
             samples=diet.samples,
+            hides_trees=diet.hides_trees,
         )
     return st.lists(one, min_size=1, max_size=BATCH[kind])

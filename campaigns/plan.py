@@ -19,7 +19,7 @@ from campaigns.dflash import DFlashRecipe
 from campaigns.weights import checkpoint_at, weights_for
 from impls.checkpoint import CheckpointError
 from spec.config import Config, ConfigError, Yarn, preset
-from spec.drafters import ChainDrafter, DrafterError, NoisyTargetDrafter, RandomDrafter, TableDrafter
+from spec.drafters import ChainDrafter, DrafterError, EdgeDrafter, NoisyTargetDrafter, RandomDrafter, TableDrafter
 from spec.engine import Departure, Drafter, Int, Limits, Rows, departed
 from spec.sampling import Sampling, SamplingError
 from spec.script import CacheRows, Commit, Evict, Fork, Forward, Generate, Script, Step, WeightsKey
@@ -265,7 +265,7 @@ def sampling_of(generate: GenerateCase) -> Sampling | None:
 
 
 def _needs_golden(generate: GenerateCase) -> bool:
-    return generate.stop_at >= 0 or generate.drafter in ("noisy", "chain")
+    return generate.stop_at >= 0 or generate.drafter in ("noisy", "chain", "edge")
 
 
 @lru_cache(maxsize=256)
@@ -300,7 +300,9 @@ def drafter_of(
         return NoisyTargetDrafter(generate.seed, sequences, lengths, config.vocab, generate.block_len, generate.acceptance / 100, grid)
     if generate.drafter == "chain":
         return ChainDrafter(generate.seed, config.vocab, generate.block_len, sequences)
+    if generate.drafter == "edge":
+        return EdgeDrafter(generate.seed, sequences, lengths, config.vocab, generate.block_len, generate.budget)
     if generate.drafter == "table":
         draws = philox("table", generate.seed).standard_normal((generate.block_len, config.vocab)) * 2
         return TableDrafter.of_array(np.rint(draws / grid) * grid if grid else draws)
-    raise CaseError(f"there is no drafter {generate.drafter!r}: choose one of none, random, noisy, chain, table, dflash")
+    raise CaseError(f"there is no drafter {generate.drafter!r}: choose one of none, random, noisy, chain, edge, table, dflash")

@@ -109,6 +109,23 @@ def _moe(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
     return dims | {"N": draw(_one_of(_WIDE[:14], size)), "F": draw(_one_of(_WIDE[:13], size))}, {}
 
 
+def _sample(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
+    """Half of the rules truncate, half have penalties; the seeds need 64 bits."""
+    dims = {"T": draw(_one_of(_FEW, size)), "V": draw(_one_of(_WIDE, size)), "J": draw(_pick((1, 2, 3, 5, 9)))}
+    cut, penal = draw(_int(0, 1)), draw(_int(0, 1))
+    params: dict[str, float] = {"temperature": draw(_pick((1.0, 0.7, 1.3, 0.05, 0.0))), "top_k_ties_all": draw(_int(0, 1))}
+    params |= {"top_k": draw(_pick((0, 0, 1, 2, 5, 40))) if cut else 0, "top_p": draw(_pick((1.0, 0.9, 0.5, 0.25))) if cut else 1.0}
+    params |= {
+        "min_p": draw(_pick((0.0, 0.0, 0.1, 1.0))) if cut else 0.0,
+        "repetition_penalty": draw(_pick((1.0, 1.3, 0.8))) if penal else 1.0,
+    }
+    params |= {
+        "presence_penalty": draw(_pick((0.0, 0.5))) if penal else 0.0,
+        "frequency_penalty": draw(_pick((0.0, 0.37))) if penal else 0.0,
+    }
+    return dims, params | {"seed": draw(_int(0, 2**63 - 1)), "prompt_len": draw(_int(1, dims["J"]))}
+
+
 def _draft_table(draw: Draw, size: str) -> tuple[dict[str, int], dict[str, float]]:
     return {"L": draw(_one_of(_FEW, size)), "V": draw(_one_of(_WIDE, size))}, {"budget": draw(_one_of(_WIDE[:13], size))}
 
@@ -133,6 +150,7 @@ OP_SHAPES: dict[str, Shape] = {
     "o_latent": _plain(T=_FEW, H=_FEW, S=_KEYS[:16], R=_WIDE[:14]), "o_heads": _plain(T=_FEW, H=_FEW, R=_WIDE[:14], v=_WIDE[:14]),
     "tree_attention": _tree_attention, "router_scores": _router_scores, "route": _route, "swiglu": _plain(T=_ROWS, N=_WIDE),
     "moe": _moe, "int4_matmul": _plain(T=_ROWS, G=(1, 2, 3, 4, 5, 8, 9), N=_WIDE), "combine": _plain(T=_ROWS, K=_FEW, N=_WIDE), "add": _plain(T=_ROWS, N=_WIDE), "argmax": _plain(T=_ROWS, V=_WIDE),
+    "sample": _sample,
     "draft_table": _draft_table, "best_first_tree": _best_first_tree, "tree_mask": _tree_mask, "accept": _plain(M=_WIDE[:15]),
     "compact": _compact,
 }  # fmt: skip
@@ -232,7 +250,13 @@ OVERRIDES: tuple[Bundle, ...] = (
     (("denominator_clamp", 0.75),),
     (("groups", 4), ("top_groups", 2), ("group_fill", "zero")),
     (("vocab", 12),),
+    (("experts", 6), ("top_k", 3)),  # no multiple of the usual blocks
+    (("window", 5), ("heads", 3)),
 )
+# Enough terms for another kernel, which the certified bounds of such sums are too wide to show; the statistical ones do
+LONG_SUM: Bundle = (("dense_dim", 4096),)
+# Regimes that show a mistake in what a field of the configuration asks for
+PARTNERS = {"groups": ("negative-bias", "negative-bias", "level-router"), "window": ("ordinary",)}
 PLAN_HAZARDS = ("fork", "evict", "orphan", "late", "interleaved")
 
 
@@ -264,7 +288,7 @@ def _tree(draw: Draw, node_max: int) -> tuple[Node, ...]:
 @st.composite
 def _generate(draw: Draw, size: str, samples: bool = False) -> GenerateCase:
     return GenerateCase(
-        drafter=draw(_pick(("random", "noisy", "table", "chain", "none", "dflash"))),
+        drafter=draw(_pick(("random", "noisy", "table", "chain", "none", "dflash", "edge"))),
         seed=draw(_int(0, 1000)),
         acceptance=draw(_pick((80, 50, 100))),
         grid=draw(_pick((-1, 0, 2))),
@@ -274,6 +298,30 @@ def _generate(draw: Draw, size: str, samples: bool = False) -> GenerateCase:
         stop_at=draw(_pick((-1, 2, 4, 0))),
         sampling=draw(_sampling()) if samples and draw(st.booleans()) else (),
     )
+
+
+_BUDGETS = (2, 1, 3, 4, 5, 6, 7, 8, 9, 12, 16, 20, 33, 40)  # a mask of 32 columns ends in the tree, small vocabularies in the budget
+
+
+@st.composite
+def loop_sessions(draw: Draw, model: Model, size: str, samples: bool = False) -> SessionCase:
+    """Short prompts and then the engine's own loop, for an engine that does not say which trees it builds: the drafter puts the target's
+    continuation at the edge of each tree, and the accepted lengths show what was in it (spec.drafters.EdgeDrafter). `samples`: a third draws."""
+    small = size == "small"
+    name, overrides, seed, regime, checkpoint = model
+    loop = GenerateCase(
+        drafter="edge",
+        seed=draw(_int(0, 1000)),
+        acceptance=100,
+        grid=-1,
+        budget=draw(_one_of(_BUDGETS, size)),
+        block_len=draw(_int(1, 3 if small else 7)),
+        max_new=draw(_int(2, 6 if small else 20)),
+        stop_at=draw(_pick((-1, -1, -1, 5))),
+        sampling=draw(_sampling()) if samples and draw(_int(0, 2)) == 2 else (),
+    )
+    prompts = tuple((draw(_pick((1, 2, 4, 5))), draw(_int(0, 1000))) for _ in range(draw(_pick((1, 2)))))
+    return SessionCase(name, overrides, seed, regime, prompts, (), generate=loop, checkpoint=checkpoint)
 
 
 @cache
@@ -301,14 +349,17 @@ Model = tuple[str, Bundle, int, str, str]
 
 @cache
 @st.composite
-def models(draw: Draw, size: str, checkpoint: str = "", only: str = "") -> Model:
-    """`checkpoint`: a folder; one batch in four of the full size is drawn from it. `only`: the preset of all others."""
+def models(draw: Draw, size: str, checkpoint: str = "", only: str = "", long_sums: bool = False) -> Model:
+    """`checkpoint`: a folder; one batch in four of the full size is drawn from it. `only`: the preset of all others. `long_sums`: one in fifty."""
     small = size == "small"
     if checkpoint and not small and draw(_int(0, 3)) == 0:
         return "tiny", (), 0, "ordinary", checkpoint
     name = only or draw(_pick(("tiny",) if small else ("tiny", "tiny", "tiny", "tiny-softmax", "small")))
     overrides = () if small and draw(st.booleans()) else draw(_overrides(name))
-    regime = draw(_pick(("ordinary",) * 6 + tuple(WEIGHT_REGIMES)))
+    if long_sums and not small and not overrides and draw(_int(0, 1)):
+        overrides = LONG_SUM
+    partners = next((regimes for field, regimes in PARTNERS.items() if field in dict(overrides)), ())
+    regime = draw(_pick(("ordinary",) * 6 + tuple(WEIGHT_REGIMES) + 6 * partners))
     return name, overrides, draw(_int(0, WEIGHT_SEEDS - 1)), regime, ""
 
 
@@ -364,10 +415,11 @@ def session_batches(
     only: str = "",
     relations: tuple[str, ...] = ("",),
     samples: bool = False,
+    hides_trees: bool = False,
 ) -> st.SearchStrategy[list[SessionCase]]:
     """Sessions that share one model, so that weights are made and the engine is opened once for all of them. Full ones are in the frozen mix.
 
-    `samples`: half of the loops draw their tokens.
+    `samples`: half of the loops draw their tokens. `hides_trees`: half of the batches are `loop_sessions`, because only these show the trees.
     """
 
     if only and is_large(preset(only)):
@@ -375,9 +427,12 @@ def session_batches(
 
     def of_model(model: Model) -> st.SearchStrategy[list[SessionCase]]:
         one = sessions_of(model, size, loops, hazards, relations, samples)
-        return st.lists(one.map(lengthened) if size == "full" else one, min_size=1, max_size=most)
+        whole = st.lists(one.map(lengthened) if size == "full" else one, min_size=1, max_size=most)
+        if not (hides_trees and loops):
+            return whole
+        return st.one_of(whole, st.lists(loop_sessions(model, size, samples), min_size=1, max_size=most))
 
-    return models(size, checkpoint, only).flatmap(of_model)
+    return models(size, checkpoint, only, hides_trees).flatmap(of_model)
 
 
 def full_width_sessions(name: str) -> st.SearchStrategy[SessionCase]:

@@ -74,6 +74,11 @@ def _tiny_latents(config: Config, seed: int, weights: dict[str, Array]) -> None:
         weights[f"{layer}.kv_a"] = kv_a
 
 
+def _tiny_embeddings(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """Embeddings times 2**-9: the mean square of the first norm's input is of the size of its eps."""
+    weights["embed"] = weights["embed"] * np.float32(2.0**-9)
+
+
 def _cold_router(config: Config, seed: int, weights: dict[str, Array]) -> None:
     """Routing logits of about +-18 and a bias of 12: sigmoid scores of 1e-8 that (s + b) - b cannot give back."""
     for layer in range(config.first_dense, config.layers):
@@ -128,6 +133,49 @@ def _negative_logits(config: Config, seed: int, weights: dict[str, Array]) -> No
         weights["head"] = head
 
 
+def _equal_maxima(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """All logits lie below zero but for three tokens, whose head columns are zero: logits of exactly 0 in any order of summation, of which the
+    lowest token is due (A1). A tied head has no such columns."""
+    if config.tied:
+        return
+    _negative_logits(config, seed, weights)
+    head = weights["head"].copy()
+    head[:, philox("maxima", seed).choice(config.vocab, min(3, config.vocab), replace=False)] = 0
+    weights["head"] = head
+
+
+def _silent_router(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """Routing logits of about -280, of which the sigmoid is exactly 0 in float32: the bias alone chooses, and all mixing weights are 0 over a
+    denominator of eps. One channel of the stream is the same in every row."""
+    channel = int(philox("silent", seed).integers(config.hidden))
+    table = weights["embed"].copy()
+    table[:, channel] = 32
+    weights["embed"] = table
+    for layer in range(config.first_dense, config.layers):
+        if f"{layer}.router_bias" in weights and config.denominator_eps > 0:
+            gain = weights[f"{layer}.ffn_norm"].copy()
+            gain[channel] = 2
+            router = weights[f"{layer}.router"] * np.float32(0.5)
+            router[channel] = -25
+            weights |= {f"{layer}.ffn_norm": gain, f"{layer}.router": router}
+
+
+def _level_router(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """No router column and no bias: every choice is an exact tie in any engine, and the lowest groups and experts are due (N5)."""
+    for layer in range(config.first_dense, config.layers):
+        for name in (f"{layer}.router", f"{layer}.router_bias"):
+            if name in weights:
+                weights[name] = np.zeros_like(weights[name])
+
+
+def _strided(config: Config, seed: int, weights: dict[str, Array]) -> None:
+    """The same values as every second column of arrays that are twice as wide, and hold NaN between them: an engine goes by the strides (K04)."""
+    for name, value in weights.items():
+        wide = np.full((*value.shape[:-1], 2 * value.shape[-1]), np.nan, np.float32)
+        wide[..., ::2] = value
+        weights[name] = wide[..., ::2]
+
+
 def _of_format(name: str) -> Change:
     """Every weight is a number of a 16-bit format, as most checkpoints hold them: exact float32 values, nothing else changes (M11)."""
 
@@ -146,6 +194,7 @@ REGIMES: dict[str, Change] = {
     "negative-bias": _negative_bias,
     "large-scores": _large_scores,
     "tiny-latents": _tiny_latents,
+    "tiny-embeddings": _tiny_embeddings,
     "cold-router": _cold_router,
     "hot-expert": _hot_expert,
     "outlier-channel": _outlier_channel,
@@ -153,6 +202,10 @@ REGIMES: dict[str, Change] = {
     "float16-weights": _of_format("float16"),
     "special-tokens": _special_tokens,
     "negative-logits": _negative_logits,
+    "equal-maxima": _equal_maxima,
+    "silent-router": _silent_router,
+    "level-router": _level_router,
+    "strided": _strided,
 }
 
 

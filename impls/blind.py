@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from impls.registry import BLIND, resolve
 from spec.config import Config
-from spec.engine import Description, Drafter, Engine, Float, Generation, Int, Limits, Rows, Session, TapSink, Unsupported
+from spec.engine import Description, Drafter, Engine, Float, Generation, Int, Limits, Rows, SamplingSession, Session, TapSink, Unsupported
+from spec.sampling import Sampling
 from spec.weights import Provider
 
 HIDDEN = frozenset({"run_op", "taps", "cache_rows", "free_slots", "generate_tree"})
@@ -49,7 +50,7 @@ class BlindEngine:
 
 
 class BlindSession:
-    """`spec.engine.Session` around another one."""
+    """`spec.engine.SamplingSession` around another session."""
 
     def __init__(self, inner: Session) -> None:
         self._inner = inner
@@ -71,6 +72,13 @@ class BlindSession:
 
     def generate(self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits) -> list[Generation]:
         return [dataclasses.replace(generation, rounds=()) for generation in self._inner.generate(prompts, drafter, budget, limits)]
+
+    def sample(self, prompts: Sequence[Int], drafter: Drafter | None, budget: int, limits: Limits, sampling: Sampling) -> list[Generation]:
+        """Raises Unsupported where the inner engine does not draw tokens."""
+        if not isinstance(self._inner, SamplingSession):
+            raise Unsupported("the engine behind the black box does not draw tokens with prescribed noise")
+        made = self._inner.sample(prompts, drafter, budget, limits, sampling)
+        return [dataclasses.replace(generation, rounds=()) for generation in made]
 
     def close(self) -> None:
         self._inner.close()

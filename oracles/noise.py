@@ -150,8 +150,8 @@ class _Drawn:
                 + np.abs(self._logits)
             )
         near = np.zeros(len(rows.token), np.bool_)
-        for margin, drift in zip(self._plain.margins, self._drift, strict=True):
-            near |= margin <= SIGMAS * ESTIMATE * np.sqrt(drift / self.count)
+        for margin, drift, level in zip(self._plain.margins, self._drift, self._plain.level, strict=True):
+            near |= (margin <= SIGMAS * ESTIMATE * np.sqrt(drift / self.count)) & ~(level & (profile.ties == "lowest"))
         decided = ~(near | (rows.visible & near[None, :]).any(1))
         cache = tuple(
             (exact, _bound(exact, total / self.count, profile)) for exact, total in zip(self._plain.cache, self._cache_square, strict=True)
@@ -183,6 +183,7 @@ class Sampler:
     given: dict[int, Ids] | None = None
     ids: dict[int, Ids] = field(default_factory=dict)
     margins: list[Wide] = field(default_factory=list)
+    level: list[NDArray[np.bool_]] = field(default_factory=list)  # per layer: rows of router logits that are all 0, a tie in every engine
     cache: list[Wide] = field(default_factory=list)
     _latent: Wide | None = None
 
@@ -191,8 +192,12 @@ class Sampler:
 
     def meet(self, name: str, layer: int, predicted: Ball) -> Ball:
         value = predicted.mid
+        if name == "router_scores" and self.level[-1].any():  # exp(0) = 1 and 1 / 2 are exact, and equal logits of a softmax stay equal
+            predicted = Ball(value, predicted.rad, None if predicted.std is None else np.where(self.level[-1][:, None], 0.0, predicted.std))
         if self.generator is not None and predicted.std is not None:
             value = value + predicted.std * self.generator.standard_normal(value.shape)
+        if name == "router_logits":
+            self.level.append((value == 0).all(-1))
         if name == "latent":
             self._latent = value
         elif name == "k_rope" and self._latent is not None:

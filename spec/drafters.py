@@ -19,9 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec.engine import Drafter, Float, Int
+from spec.tree import best_first_tree, check_budget, draft_table
 
 CENTRE = np.float32(20.0)  # logits lie in 20 +- 26: with logZ in the same binades, differences round rarely
 RANKS_OF_MISSES = (1, 2, 3, -1, -1, -1)  # where a golden token stands that is not first: branches are accepted too; -1: last
+STYLES = ("ordinary", "close", "close", "wide", "ties", "ties", "level", "sure", "holes", "holes")
+PLACES_OUTSIDE = 3  # how many places behind the last node of the tree the continuation may stand
 DOMINANCE = np.float32(12.0)  # nats above the best other candidate: a branch beats the spine only after many depths
 
 
@@ -154,11 +157,101 @@ class ChainDrafter:
         return logits
 
 
+@dataclass(frozen=True)
+class EdgeDrafter:
+    """Puts the target's own continuation at the edge of the tree of `budget` nodes: among its last nodes, or the first that are none.
+
+    Greedy decoding by trees emits the same tokens whatever tree it builds. With these drafts the length that a round accepts says whether the right
+    nodes were in it: another order, width, normaliser, budget or tie rule takes in another node, and accepts one token more or less. What the
+    logits look like is drawn anew for each round (`STYLES`). Off the golden sequences the logits are those of a `RandomDrafter`.
+    """
+
+    seed: int
+    golden: tuple[tuple[int, ...], ...]  # per sequence: the prompt and the target's greedy tokens
+    prompt_lens: tuple[int, ...]
+    vocab: int
+    block_len: int
+    budget: int
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.vocab, self.block_len, 0.0)
+        _check_golden(self.golden, self.prompt_lens, self.vocab)
+        check_budget(self.budget)
+
+    @functools.cached_property
+    def _golden_bytes(self) -> tuple[bytes, ...]:
+        return tuple(np.array(tokens, np.int32).tobytes() for tokens in self.golden)
+
+    @functools.cached_property
+    def _made(self) -> dict[tuple[int, int], Float]:
+        return {}
+
+    def draft(self, sequence: int, history: Int) -> Float:
+        expected = _continuation(self._golden_bytes, self.golden, sequence, history, self.block_len)
+        if not expected:
+            return _logits_of(_bits_of_history("off", self.seed, history), self.block_len, self.vocab)
+        emitted = len(history) - self.prompt_lens[sequence]
+        if (sequence, emitted) not in self._made:
+            bits = _bits("edge", self.seed, sequence, emitted)
+            self._made[sequence, emitted] = _at_the_edge(bits, expected, self.block_len, self.vocab, self.budget)
+        return self._made[sequence, emitted].copy()
+
+
+def _at_the_edge(bits: np.random.Philox, expected: tuple[int, ...], depths: int, vocab: int, budget: int) -> Float:
+    """[depths, vocab] in which the path `expected` leads to a node around number `budget` of the best-first order."""
+    style, place, end = (int(word) for word in bits.random_raw(3))
+    style_name = STYLES[style % len(STYLES)]
+    logits = _styled(style_name, bits, depths, vocab)
+    table = draft_table(logits, budget)
+    paths = best_first_tree(table, 0, budget + PLACES_OUTSIDE).ranks[1:]
+    if not paths:
+        return logits
+    around = (0, 0, 1, 2, -1, -1, -2, place % (budget + 1))[(place >> 32) % 8]  # nodes before the last one of the tree
+    order = sorted(range(len(paths)), key=lambda number: abs(budget - 1 - around - number))
+    path = next((paths[number] for number in order if len(paths[number]) <= len(expected)), ())
+    if style_name == "holes" and end % 3 == 0:  # no candidate at all, where the tree has room for it
+        path, end = (), 1
+    for depth, rank in enumerate(path):
+        token, other = expected[depth], int(table.ids[depth, rank])
+        logits[depth, token], logits[depth, other] = logits[depth, other], logits[depth, token]
+    if len(path) < len(expected) and end % 2:  # the child that would go on is the worst candidate, or none
+        row, token = logits[len(path)], expected[len(path)]
+        worst = int(row.argmin())
+        row[token], row[worst] = row[worst], row[token]
+    return logits
+
+
+def _styled(style: str, bits: np.random.Philox, depths: int, vocab: int) -> Float:
+    """[depths, vocab], multiples of 2**-16 in 0..32 or -inf, exact in float32."""
+    if style == "ordinary":
+        return _logits_of(bits, depths, vocab)
+    raw = bits.random_raw(depths * (vocab + 2)).reshape(depths, vocab + 2)
+    fraction = (raw[:, :vocab] & np.uint64(0xFFFF)).astype(np.float32) * np.float32(2.0**-16)  # (L,V) in [0, 1)
+    order = np.argsort(raw[:, :vocab] >> np.uint64(16), axis=1, kind="stable")  # (L,V), a permutation
+    leaders = (raw[:, vocab] % np.uint64(3)).astype(np.int64) + 2  # (L,)
+    standing = np.argsort(order, axis=1, kind="stable")  # (L,V), place of each token in it
+    leads, follows = standing < leaders[:, None], standing < 2 * leaders[:, None]
+    if style == "wide":  # every candidate within 2 nats: ranks up to the budget at the first depth
+        return CENTRE - 2 * fraction
+    if style == "close":  # a few candidates within 1 nat: many paths of several depths with nearly the same score
+        return np.where(leads, CENTRE - fraction, CENTRE - np.float32(6) - 4 * fraction)
+    if style == "ties":  # equal logits, so that the order of ranks and of paths decides
+        return np.where(leads, CENTRE, np.where(follows, CENTRE - 1, CENTRE - 8)).astype(np.float32)
+    if style == "level":  # all equal
+        return np.full((depths, vocab), CENTRE, np.float32)
+    single = (raw[:, vocab + 1] & np.uint64(1)).astype(np.bool_)[:, None]
+    if style == "sure":  # at some depths one candidate has all the mass, log-probability 0; ties at the others
+        return np.where(np.where(single, standing < 1, follows), np.where(leads, CENTRE, CENTRE - 1), -np.inf).astype(np.float32)
+    assert style == "holes", style  # fewer paths than the budget: what is not finite is no candidate
+    return np.where(np.where(single, leads, standing < 1), CENTRE - 3 * fraction, -np.inf).astype(np.float32)
+
+
 KINDS: dict[str, type[Any]] = {
     "random": RandomDrafter,
     "table": TableDrafter,
     "noisy-target": NoisyTargetDrafter,
     "chain": ChainDrafter,
+    "edge": EdgeDrafter,
 }
 
 

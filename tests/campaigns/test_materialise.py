@@ -182,6 +182,37 @@ def test_tied_vocabulary_makes_every_argmax_a_tie() -> None:
     assert (logits.argmax(axis=1) % 2 == 0).all()  # the lower of each pair
 
 
+def test_equal_maxima_are_exact_zeros() -> None:
+    logits = GoldenModel(TINY, weights_for(TINY, WeightsKey(1, "equal-maxima"))).sequence_logits([3, 1, 4, 1, 5])
+    assert all(row.max() == 0 and (row == 0).sum() == 3 for row in logits)
+    assert len(set(logits.argmax(axis=1).tolist())) == 1
+
+
+def taps_of(regime: str, name: str) -> np.ndarray:
+    session = GoldenModel(TINY, weights_for(TINY, WeightsKey(1, regime))).open()
+    step = session_script(SessionCase("tiny", (), 1, regime, ((6, 1),), ())).steps[0]
+    assert isinstance(step, Forward)
+    seen: list[np.ndarray] = []
+    session.forward(step.rows, step.want_logits, frozenset({name}), lambda tap, layer, value: seen.append(value.copy()))
+    return np.concatenate(seen)
+
+
+def test_a_silent_router_has_scores_of_zero() -> None:
+    assert not taps_of("silent-router", "router_scores").any()
+    assert not taps_of("silent-router", "expert_weights").any()
+
+
+def test_a_level_router_is_a_tie_of_all_experts() -> None:
+    assert (taps_of("level-router", "router_scores") == 0.5).all()
+    assert (np.sort(taps_of("level-router", "expert_ids"), -1) == np.arange(TINY.top_k)).all()
+
+
+def test_strided_weights_are_the_same_numbers_elsewhere() -> None:
+    plain, strided = (weights_for(TINY, WeightsKey(1, regime)) for regime in ("ordinary", "strided"))
+    assert all(np.array_equal(plain[name], strided[name]) for name in plain)
+    assert not any(value.flags.forc for name, value in strided.items() if value.shape[-1] > 1)
+
+
 def test_large_scores_has_rows_that_see_nothing_above_minus_50000() -> None:
     session = GoldenModel(TINY, weights_for(TINY, WeightsKey(0, "large-scores"))).open()
     script = session_script(SessionCase("tiny", (), 0, "large-scores", ((6, 1),), ()))

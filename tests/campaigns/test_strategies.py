@@ -190,3 +190,28 @@ def test_batches_of_every_kind_and_size_draw_without_running_out_of_bytes(kind: 
         discovery.step()
     assert discovery.overruns == 0
     assert discovery.done.keys() == {kind}
+
+
+BLIND = Diet(ops=(), trees=False, sessions=True, loops=True, session_hazards=("fork", "evict"), samples=True, hides_trees=True)
+
+
+def test_an_engine_that_hides_its_trees_is_shown_their_edges() -> None:
+    """Half of the batches are loops, with budgets on both sides of 32 and of the smallest vocabulary, some with drawn tokens."""
+    cases = [case for case in discovered(600, diet=BLIND, expected=10**9) if isinstance(case, SessionCase)]
+    loops = [case.generate for case in cases if not case.rounds and case.generate is not None]
+    assert 0.3 < len(loops) / len(cases) < 0.7
+    assert all(loop.drafter == "edge" for loop in loops)
+    full = [case for case in discovered(1200, diet=BLIND, expected=1) if isinstance(case, SessionCase) and not case.rounds]
+    budgets = {case.generate.budget for case in full if case.generate is not None}
+    assert budgets >= {1, 2, 33, 40} and min(budgets) == 1
+    sampled = sum(bool(case.generate.sampling) for case in full if case.generate is not None)
+    assert 0.15 < sampled / len(full) < 0.5
+    for case in full[:8]:
+        session_script(case)
+
+
+def test_what_needs_a_partner_meets_it_often() -> None:
+    cases = [
+        case for case in discovered(1500, diet=BLIND, expected=1) if isinstance(case, SessionCase) and "groups" in dict(case.overrides)
+    ]
+    assert sum(case.regime == "negative-bias" for case in cases) > len(cases) / 6

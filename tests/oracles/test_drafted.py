@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from oracles.ball import arithmetic
-from oracles.drafted import judge_drafted
+from oracles.drafted import Edge, judge_drafted
 from oracles.judgement import Judgement
-from spec.drafters import TableDrafter
+from oracles.ops.draft_table import log_softmax
+from spec.drafters import EdgeDrafter, TableDrafter
 from spec.engine import Limits, Profile
 from spec.script import Generate
+from spec.tree import DraftTable, best_first_tree, draft_table
+from spec.weights import philox
 
 TABLE = np.full((2, 8), -9.0)
 TABLE[0, [3, 4, 5]] = (2.0, 1.0, 0.0)  # depth 1: 3, then 4, then 5
@@ -74,3 +77,85 @@ def test_a_node_at_the_edge_of_the_budget_that_rounding_may_move_is_open(accepte
 def test_nothing_is_said_without_two_rounds() -> None:
     assert judged([7, 3], [history([7, 3], 1)]) is None
     assert judged([7, 3], []) is None
+
+
+# The edge of a tree, path by path
+
+CERTAIN = arithmetic(Profile())
+
+
+def test_the_spec_tree_is_inside_and_its_first_outsider_outside() -> None:
+    logits = philox("edge", 1).standard_normal((3, 12)).astype(np.float32)
+    edge = Edge(logits, 7, CERTAIN)
+    tree = best_first_tree(draft_table(logits, 7), 0, 9)
+    assert all(edge.certainly_inside(path) and not edge.certainly_outside(path) for path in tree.ranks[1:8])
+    assert all(edge.certainly_outside(path) and not edge.certainly_inside(path) for path in tree.ranks[8:])
+
+
+def test_equal_logits_of_a_row_are_decided_by_the_rank_path() -> None:
+    """Two equal candidates at each of two depths: the four grandchildren are tied, and of two that fit (0, 0) and (0, 1) are due."""
+    logits = np.full((2, 6), -30, np.float32)
+    logits[:, [2, 4]] = 1.0
+    edge = Edge(logits, 4, CERTAIN)
+    assert [edge.certainly_inside(path) for path in ((0, 0), (0, 1), (1, 0), (1, 1))] == [True, True, False, False]
+    assert [edge.certainly_outside(path) for path in ((0, 0), (0, 1), (1, 0), (1, 1))] == [False, False, True, True]
+
+
+def test_a_depth_with_one_candidate_costs_nothing_in_any_engine() -> None:
+    """[[-1, -1], [0]]: (0, 0) has the score of (0) and of (1), to the bit, and comes before (1)."""
+    logits = np.full((2, 6), -np.inf, np.float32)
+    logits[0, [2, 4]], logits[1, 3] = 1.0, 5.0
+    edge = Edge(logits, 2, CERTAIN)
+    assert edge.certainly_inside((0, 0))
+    assert edge.certainly_outside((1,))
+    logits[1, 1] = -40.0  # lost in the sum, but no longer exact in every engine
+    assert not Edge(logits, 2, CERTAIN).certainly_outside((1,))
+    assert not Edge(logits, 2, CERTAIN).certainly_inside((0, 0))
+
+
+def test_a_tie_of_other_terms_is_open() -> None:
+    """1 + 3 and 2 + 2: equal sums of different log-probabilities, each of which may round its own way."""
+    logits = np.full((2, 6), -30, np.float32)
+    logits[0, :2], logits[1, 2:4] = (3.0, 2.0), (3.0, 2.0)
+    edge = Edge(logits, 4, CERTAIN)
+    inside = [edge.certainly_inside(path) for path in ((0, 0), (0, 1), (1, 0))]
+    outside = [edge.certainly_outside(path) for path in ((0, 0), (0, 1), (1, 0))]
+    assert inside == [True, False, False]
+    assert outside == [False, False, False]
+
+
+def test_what_is_no_candidate_has_no_rank() -> None:
+    logits = np.array([[1, -np.inf, 2, -np.inf]], np.float32)
+    edge = Edge(logits, 3, CERTAIN)
+    assert [edge.rank(0, token) for token in range(4)] == [1, None, 0, None]
+    assert edge.rank(1, 0) is None
+    wide = Edge(np.arange(6, dtype=np.float32)[None], 2, CERTAIN)
+    assert wide.rank(0, 3) is None, "the third of two"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_rounding_of_the_log_probabilities_keeps_what_is_certain(seed: int) -> None:
+    """Trees of tables moved within their radii hold all that is certainly inside, and nothing that is certainly outside."""
+    bits = philox("certain", seed)
+    drafter = EdgeDrafter(seed, (tuple(range(20)),), (1,), 20, 3, 6)
+    for length in range(1, 12):
+        logits = drafter.draft(0, np.arange(length, dtype=np.int32))
+        edge = Edge(logits, 6, CERTAIN)
+        table = draft_table(logits, 6)
+        rad = log_softmax(logits, table.ids, CERTAIN).rad
+        assert rad is not None
+        for _ in range(4):
+            values = np.take_along_axis(logits, table.ids, 1)
+            moved = table.log_probs.astype(np.float64)
+            for depth in range(len(moved)):  # one function of the logit per row, not decreasing; a single candidate keeps 0
+                for value in np.unique(values[depth][np.isfinite(values[depth])]):
+                    if np.isfinite(logits[depth]).sum() > 1:
+                        at = values[depth] == value
+                        moved[depth, at] += 0.99 * rad[depth][at][0] * bits.uniform(-1, 1)
+                finite = np.isfinite(moved[depth])
+                moved[depth, finite] = np.minimum.accumulate(moved[depth, finite])
+            tree = best_first_tree(DraftTable(table.ids, moved.astype(np.float32)), 0, 6)
+            inside = set(tree.ranks[1:])
+            for path in best_first_tree(table, 0, 24).ranks[1:]:
+                assert not (edge.certainly_inside(path) and path not in inside), (seed, length, path)
+                assert not (edge.certainly_outside(path) and path in inside), (seed, length, path)

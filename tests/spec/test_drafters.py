@@ -11,8 +11,10 @@ import pytest
 
 from spec.drafters import (
     DOMINANCE,
+    STYLES,
     ChainDrafter,
     DrafterError,
+    EdgeDrafter,
     NoisyTargetDrafter,
     RandomDrafter,
     TableDrafter,
@@ -21,7 +23,7 @@ from spec.drafters import (
     to_bf16,
 )
 from spec.engine import Drafter, Int
-from spec.tree import best_first_tree, draft_table
+from spec.tree import TreeError, best_first_tree, draft_table
 from spec.weights import philox
 
 VOCAB = 96
@@ -37,6 +39,7 @@ DRAFTERS: list[Drafter] = [
     NoisyTargetDrafter(3, GOLDEN, (4, 6), VOCAB, 5, 0.6, grid=0.25),
     ChainDrafter(3, VOCAB, 6, GOLDEN),
     ChainDrafter(3, VOCAB, 0),
+    EdgeDrafter(3, GOLDEN, (4, 6), VOCAB, 5, 8),
 ]
 
 
@@ -62,8 +65,14 @@ def test_drafts_are_float32_of_block_length_and_not_shared(drafter: Drafter) -> 
 
 def test_the_bits_are_pinned() -> None:
     """Exact integer arithmetic: this digest is that of every machine; stored cases depend on it."""
-    bits = b"".join(drafter.draft(0, HISTORY).astype("<f4").tobytes() for drafter in DRAFTERS)
+    bits = b"".join(drafter.draft(0, HISTORY).astype("<f4").tobytes() for drafter in DRAFTERS if not isinstance(drafter, EdgeDrafter))
     assert hashlib.blake2b(bits, digest_size=8).hexdigest() == "725906d88514940e"
+
+
+def test_the_bits_at_the_edge_are_pinned() -> None:
+    drafter = EdgeDrafter(3, GOLDEN, (1, 1), VOCAB, 4, 9)
+    bits = b"".join(drafter.draft(0, np.array(GOLDEN[0][:count], np.int32)).astype("<f4").tobytes() for count in range(1, 30))
+    assert hashlib.blake2b(bits, digest_size=8).hexdigest() == "8ce4c2028e81d7fb"
 
 
 def test_random_drafts_depend_on_seed_and_history() -> None:
@@ -140,6 +149,51 @@ def test_a_chain_drafter_makes_a_chain_of_golden_tokens() -> None:
     assert tree.tokens.tolist() == list(GOLDEN[0][8:15])
     top_two = np.sort(logits, axis=1)[:, -2:]
     assert (top_two[:, 1] - top_two[:, 0] >= DOMINANCE).all()
+
+
+def accepted(drafter: EdgeDrafter, sequence: int, emitted: int) -> tuple[int, int]:
+    """(nodes of the tree on the golden path, number of the last one)."""
+    history = np.array(GOLDEN[sequence][: drafter.prompt_lens[sequence] + emitted], np.int32)
+    tree = best_first_tree(draft_table(drafter.draft(sequence, history), drafter.budget), int(history[-1]), drafter.budget)
+    node = reached = 0
+    for token in GOLDEN[sequence][len(history) :]:
+        node = next((n for n in range(1, tree.count + 1) if tree.parents[n] == node and tree.tokens[n] == token), 0)
+        if not node:
+            break
+        reached += 1
+        last = node
+    return reached, last if reached else 0
+
+
+def test_an_edge_drafter_leads_to_the_last_nodes_of_the_tree() -> None:
+    """Half of all golden paths end among the last three nodes or just outside, and every style is met."""
+    drafter = EdgeDrafter(5, GOLDEN, (1, 1), VOCAB, 4, 9)
+    ends = [accepted(drafter, sequence, emitted) for sequence in (0, 1) for emitted in range(25)]
+    assert sum(last >= 7 for _, last in ends) >= 15
+    assert sum(reached == 0 for reached, _ in ends) >= 3
+    assert {reached for reached, _ in ends} >= {0, 1, 2}
+    tables = [drafter.draft(0, np.array(GOLDEN[0][:count], np.int32)) for count in range(1, 36)]
+    assert any(np.isneginf(table).any() for table in tables)
+    assert any(len(np.unique(table)) == 1 for table in tables), "all logits equal"
+    assert any((np.isfinite(table).sum(1) == 1).any() for table in tables)
+    assert len(set(STYLES)) == 7
+
+
+def test_a_tie_at_the_cut_is_often_on_the_golden_path() -> None:
+    tied = 0
+    for seed in range(40):
+        drafter = EdgeDrafter(seed, GOLDEN, (1, 1), VOCAB, 3, 8)
+        history = np.array(GOLDEN[0][:1], np.int32)
+        tree = best_first_tree(draft_table(drafter.draft(0, history), 8), 0, 9)
+        tied += tree.count == 9 and tree.scores[8] == tree.scores[9]
+    assert tied >= 5
+
+
+def test_an_edge_drafter_without_a_tree_still_drafts() -> None:
+    assert EdgeDrafter(1, GOLDEN, (4, 6), VOCAB, 3, 0).draft(0, HISTORY).shape == (3, VOCAB)
+    assert EdgeDrafter(1, GOLDEN, (4, 6), VOCAB, 0, 4).draft(0, HISTORY).shape == (0, VOCAB)
+    with pytest.raises(TreeError, match="budget"):
+        EdgeDrafter(1, GOLDEN, (4, 6), VOCAB, 3, -1)
 
 
 def test_a_table_per_last_token() -> None:
