@@ -91,6 +91,17 @@ def draw_and_judge(engine: Engine, seed: int, count: int, ops: Sequence[str]) ->
 # Sizes of Kimi K2 (DeepSeek-V3 shapes, 64 heads, latent 512 + 64, 384 experts), one layer's worth at a time; each entry: dims, params
 Sizes = tuple[dict[str, int], dict[str, float]]
 ROUTE = {"top_k": 8, "group_score_max": 0, "norm_top_k": 1, "routed_scale": 2.827, "denominator_eps": 1e-20}
+SAMPLE = {
+    "temperature": 0.8, "top_k": 0, "top_k_ties_all": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "seed": 0x9E3779B97F4A7C1, "prompt_len": 7,
+}  # fmt: skip
+SAMPLE_RULES: tuple[dict[str, float], ...] = (
+    {},
+    {"top_p": 0.9},
+    {"top_k": 50, "repetition_penalty": 1.2},
+    {"top_k": 50, "top_p": 0.95, "presence_penalty": 0.3},
+    {"min_p": 0.05},
+)
 ATTENTION = {"kv_rank": 512, "scale": 0.1352337788608801}
 PRODUCTION: dict[str, tuple[Sizes, ...]] = {
     "tree_attention": tuple(({"T": t, "H": h, "S": s, "C": 576}, ATTENTION) for t, h, s in ((65, 64, 1089), (17, 64, 4113), (3, 8, 700), (1, 64, 2050))),
@@ -109,6 +120,7 @@ PRODUCTION: dict[str, tuple[Sizes, ...]] = {
     "combine": (({"T": 17, "K": 8, "N": 7168}, {}),),
     "add": (({"T": 65, "N": 7168}, {}),),
     "argmax": (({"T": 5, "V": 163_840}, {}),),
+    "sample": tuple(({"T": 5, "V": 163_840, "J": 40}, SAMPLE | rule) for rule in SAMPLE_RULES),
     "draft_table": (({"L": 15, "V": 163_840}, {"budget": 512}), ({"L": 7, "V": 163_840}, {"budget": 64}), ({"L": 4, "V": 163_840}, {"budget": 1024})),
     "best_first_tree": tuple(({"L": l, "K": k}, {"budget": k, "root": 7}) for l, k in ((15, 512), (15, 64), (16, 1024))),
     "tree_mask": (({"M": 513}, {"prefix_len": 4096}), ({"M": 1025}, {"prefix_len": 100})),

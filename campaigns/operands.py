@@ -374,6 +374,21 @@ def _argmax(r: Recipe) -> Inputs:
     return {"logits": logits.astype(np.float32)}
 
 
+def _sample(r: Recipe) -> Inputs:
+    """Histories of unequal length, tokens twice in them; "ties" on a grid, "cancel" all equal, "extreme" far apart or partly impossible."""
+    rng = r.rng("logits")
+    grid = {"ties": 0, "lattice": 0}.get(r.regime, -1)
+    logits = grid_logits(rng, r["T"], r["V"], grid, r["V"] // 3 if r.regime == "extreme" else 0)
+    if r.regime == "extreme":
+        logits = (logits * np.float32(rng.choice([1e-6, 1.0, 30.0, 1e4]))).astype(np.float32)
+    if r.regime == "cancel":
+        logits[:] = logits[:, :1]
+    history = r.rng("history").integers(0, min(r["V"], 6), (r["T"], r["J"])).astype(np.int32)
+    for row, length in enumerate(r.rng("lengths").integers(1, r["J"] + 1, r["T"]).tolist()):
+        history[row, length:] = -1
+    return {"logits": logits, "history": history, "sequences": r.rng("sequences").integers(0, 9, r["T"]).astype(np.int32)}
+
+
 def grid_logits(rng: np.random.Generator, depth: int, vocab: int, grid: int, minus_infinity: int) -> Float:
     """Draft logits [depth, vocab]: multiples of 2**-grid (negative: not rounded), `minus_infinity` candidates per row removed."""
     draw = 2.5 * rng.standard_normal((depth, vocab))
@@ -464,6 +479,18 @@ def _refused_accept(r: Recipe) -> Inputs:
     return {**_accept(r), "parents": _refused_parents(r)}
 
 
+def _refused_sample(r: Recipe) -> Inputs:
+    """A row with NaN or +inf, or with nothing finite."""
+    inputs = _sample(r)
+    rng = r.rng("refused")
+    row = int(rng.integers(r["T"]))
+    if rng.random() < 0.3:
+        inputs["logits"][row] = -np.inf
+    else:
+        inputs["logits"][row, int(rng.integers(r["V"]))] = rng.choice(np.array([np.nan, np.inf], np.float32))
+    return inputs
+
+
 def _refused_draft_table(r: Recipe) -> Inputs:
     logits = _draft_table(r)["logits"]
     rng = r.rng("refused")
@@ -492,6 +519,7 @@ def _refused_compact(r: Recipe) -> Inputs:
 
 
 REFUSALS: dict[str, Callable[[Recipe], Inputs]] = {
+    "sample": _refused_sample,
     "draft_table": _refused_draft_table,
     "best_first_tree": _refused_best_first_tree,
     "tree_mask": _refused_tree_mask,
@@ -504,6 +532,6 @@ OPERANDS: dict[str, Callable[[Recipe], Inputs]] = {
     "embed": _embed, "rms_norm": _rms_norm, "matmul": _matmul, "rope": _rope, "q_absorb": _q_absorb, "scores": _scores,
     "softmax": _softmax, "o_latent": _o_latent, "o_heads": _o_heads, "tree_attention": _tree_attention,
     "router_scores": _router_scores, "route": _route, "swiglu": _swiglu, "moe": _moe, "int4_matmul": _int4_matmul, "combine": _combine, "add": _add,
-    "argmax": _argmax, "draft_table": _draft_table, "best_first_tree": _best_first_tree, "tree_mask": _tree_mask, "accept": _accept,
+    "argmax": _argmax, "sample": _sample, "draft_table": _draft_table, "best_first_tree": _best_first_tree, "tree_mask": _tree_mask, "accept": _accept,
     "compact": _compact,
 }  # fmt: skip

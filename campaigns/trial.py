@@ -34,6 +34,7 @@ from spec.engine import Description, Profile
 from spec.loops import prefill_rows
 from spec.model import GoldenModel
 from spec.ops import OPS
+from spec.sampling import SamplingError
 from spec.script import Answer, Failure, Forward, OpCall, Script, Trace, WeightsKey
 from spec.tree import TreeError
 
@@ -189,6 +190,8 @@ def judged_refusal(call: OpCall, answer: Answer) -> list[Judgement]:
         OPS[call.op].function(call.inputs, call.params)
     except TreeError as refusal:
         rule, why = refusal.rule, refusal.message
+    except SamplingError as refusal:
+        rule, why = "S1", str(refusal)
     else:
         raise CaseError(f"{call.op}: the inputs lie inside its domain, so that there is nothing to refuse")
     if answer.failure is not None and answer.failure.kind == "raised":

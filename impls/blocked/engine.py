@@ -14,6 +14,7 @@ from impls.blocked.model import BlockedSession
 from impls.blocked.points import Overrides, Points, with_overrides
 from spec.config import Config
 from spec.engine import Description, EngineError, Profile, Unsupported
+from spec.ops.sample import sampling_of
 from spec.taps import all_tap_names
 from spec.weights import Provider
 
@@ -108,6 +109,18 @@ def _embed(p: Points, i: Inputs, a: Params) -> Outputs:
     return {"out": i["table"][ids]}
 
 
+def _sample(p: Points, i: Inputs, a: Params) -> Outputs:
+    sampling, prompt_len, vocab = sampling_of(a), int(a["prompt_len"]), i["logits"].shape[1]
+    ids = []
+    for row, history, sequence in zip(i["logits"], i["history"].tolist(), i["sequences"].tolist(), strict=True):
+        committed = history[: history.index(-1)] if -1 in history else history
+        if committed and not 0 <= min(committed) <= max(committed) < vocab:
+            raise EngineError(f"sample: tokens of a history must be between 0 and {vocab - 1}")
+        seen = p.seen_tokens(committed, [])
+        ids.append(p.draw(p.law(sampling, row, seen, prompt_len), p.noise(sampling.seed, sequence, len(committed), vocab)))
+    return {"ids": np.array(ids, np.int32)}
+
+
 def _draft_table(p: Points, i: Inputs, a: Params) -> Outputs:
     ids, log_probs = tree.draft_table(p, i["logits"], int(a["budget"]))
     return {"ids": ids, "log_probs": log_probs}
@@ -172,6 +185,7 @@ _OPS: dict[str, Callable[[Points, Inputs, Params], Outputs]] = {
     "combine": lambda p, i, a: {"out": p.combine(i["weights"], i["experts"], p.shared_output(i["shared"]))},
     "add": lambda p, i, a: {"out": p.residual(i["a"], i["b"])},
     "argmax": lambda p, i, a: {"ids": p.argmax(i["logits"])},
+    "sample": _sample,
     "draft_table": _draft_table,
     "best_first_tree": _best_first_tree,
     "tree_mask": _tree_mask,

@@ -72,5 +72,5 @@ def noise(seed: int, sequence: int, position: int, count: int) -> Wide:
 
 def draw(probabilities: Wide, exponentials: Wide) -> int:
     """The token whose clock rings first: argmin of exponential / probability, which is the argmax of log p + Gumbel noise."""
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         return int(np.argmin(exponentials / probabilities))

@@ -21,6 +21,7 @@ from impls.cuda.kernels import Kernels
 from spec.config import Config
 from spec.engine import Description, EngineError, Profile, Session, Unsupported
 from spec.ops import OPS
+from spec.ops.sample import history_of, sampling_of
 from spec.weights import Provider
 
 HostArrays = Mapping[str, NDArray[Any]]
@@ -49,8 +50,10 @@ STATUS = {
     4: "T2: a path score has more than 106 bits, and these kernels do not guess",
     8: "T6: parents must ascend from one root at index 0",
     16: "T6: a token occurs twice under one parent",
+    32: "S1: a row of logits is no distribution: NaN, +inf, or nothing finite after penalties and temperature",
+    64: "S3: two numbers agree to about 85 bits, and these kernels do not guess",
 }
-INEXACT = 4
+GIVEN_UP = 4 | 64  # not wrong, but beyond these kernels
 
 
 class CudaEngine:
@@ -138,7 +141,7 @@ class _Call:
         found = int(self.kernels.device.download(self._status)[0])
         if found:
             text = "; ".join(meaning for bit, meaning in STATUS.items() if found & bit)
-            raise (Unsupported if found == INEXACT else EngineError)(text)
+            raise (EngineError if found & ~GIVEN_UP else Unsupported)(text)
 
     def integer(self, name: str) -> int:
         return int(self.params[name])
@@ -151,6 +154,10 @@ def _check_ids(op: str, inputs: HostArrays) -> None:
         ids, limit = inputs["ids"], len(inputs[limits[op]])
         if ids.min() < 0 or ids.max() >= limit:
             raise EngineError(f"{op}: ids lie between {ids.min()} and {ids.max()}, but must be between 0 and {limit - 1}")
+    if op == "sample" and inputs["history"].size:
+        history, limit = inputs["history"], inputs["logits"].shape[1]
+        if history.min() < -1 or history.max() >= limit:
+            raise EngineError(f"{op}: history names tokens between {history.min()} and {history.max()}, but the vocabulary has {limit}")
     if op == "compact" and len(inputs["path"]):
         steps = np.diff(inputs["path"], prepend=-1)
         if (steps <= 0).any():
@@ -182,6 +189,14 @@ def _route(call: _Call) -> Outputs:
         group_fill_zero=bool(call.params.get("group_fill_zero", 0)), denominator_clamp=float(call.params.get("denominator_clamp", 0.0)),
     )  # fmt: skip
     return {"ids": ids, "weights": weights}
+
+
+def _sample(call: _Call) -> Outputs:
+    """One stream a row; -1 ends a history."""
+    histories = [history_of(row, call.host["logits"].shape[1]) for row in call.host["history"]]
+    prompt_lens = [min(call.integer("prompt_len"), len(history)) for history in histories]
+    draws = call.kernels.draws(sampling_of(call.params), histories, prompt_lens, call.host["sequences"].tolist())
+    return {"ids": call.kernels.sample(call.on["logits"], draws, call.status)}
 
 
 def _draft_table(call: _Call) -> Outputs:
@@ -245,6 +260,7 @@ _OPS: dict[str, Callable[[_Call], Outputs]] = {
     "combine": lambda c: {"out": c.kernels.combine(c.on["weights"], c.on["experts"], c.on["shared"])},
     "add": lambda c: {"out": c.kernels.add(c.on["a"], c.on["b"])},
     "argmax": lambda c: {"ids": c.kernels.argmax(c.on["logits"])},
+    "sample": _sample,
     "draft_table": _draft_table,
     "best_first_tree": _best_first_tree,
     "tree_mask": _tree_mask,

@@ -12,6 +12,7 @@
 #include "params.hpp"
 #include "pointwise.hpp"
 #include "rope.hpp"
+#include "sampling.hpp"
 #include "tensors.hpp"
 #include "tree.hpp"
 
@@ -151,6 +152,24 @@ void op_add(const Operands& op) {
   add(op.in<float>("a", {T, N}), op.in<float>("b", {T, N}), op.out<float>("out", {T, N}), T * N);
 }
 
+void op_sample(const Operands& op) {
+  const int64_t T = op.size("logits", 2, 0), V = op.size("logits", 2, 1), J = op.size("history", 2, 1);
+  const float* logits = op.in<float>("logits", {T, V});
+  const int32_t* history = op.in<int32_t>("history", {T, J});
+  const int32_t* sequences = op.in<int32_t>("sequences", {T});
+  int32_t* ids = op.out<int32_t>("ids", {T});
+  const Sampling sampling = sampling_fields(op.params);
+  const int64_t prompt_len = op.params.integer("prompt_len");
+  if (V == 0 && T > 0) invalid("logits has no column to choose");
+  for (int64_t t = 0; t < T; ++t) {
+    const int32_t* own = history + t * J;
+    const std::vector<int32_t> seen(own, std::find(own, own + J, -1));  // -1 ends a history
+    const int64_t length = static_cast<int64_t>(seen.size());
+    check_ids("history", seen.data(), length, V);
+    ids[t] = draw(sampling, logits + t * V, V, seen, std::min(prompt_len, length), {sequences[t], length});
+  }
+}
+
 void op_argmax(const Operands& op) {
   const int64_t T = op.size("logits", 2, 0), V = op.size("logits", 2, 1);
   const float* logits = op.in<float>("logits", {T, V});
@@ -245,6 +264,7 @@ constexpr Operation kOperations[] = {
     {"combine", op_combine},
     {"add", op_add},
     {"argmax", op_argmax},
+    {"sample", op_sample},
     {"draft_table", op_draft_table},
     {"best_first_tree", op_best_first_tree},
     {"tree_mask", op_tree_mask},

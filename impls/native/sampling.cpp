@@ -73,8 +73,7 @@ void truncate(const Sampling& s, std::vector<double>& z) {
 
 }  // namespace
 
-Sampling read_sampling(const paritree_params& pairs, int64_t vocab) {
-  const Params params(pairs);
+Sampling sampling_fields(const Params& params) {
   Sampling s;
   s.temperature = params.number("temperature", s.temperature);
   s.top_k = params.integer("top_k", s.top_k);
@@ -85,6 +84,19 @@ Sampling read_sampling(const paritree_params& pairs, int64_t vocab) {
   s.presence_penalty = params.number("presence_penalty", s.presence_penalty);
   s.frequency_penalty = params.number("frequency_penalty", s.frequency_penalty);
   s.seed = static_cast<uint64_t>(params.integer("seed", 0));
+  check(s.temperature >= 0 && s.temperature < kInfinity, "temperature", s.temperature, "finite and at least 0");
+  check(s.top_k >= 0, "top_k", static_cast<double>(s.top_k), "at least 0");
+  check(s.top_p > 0 && s.top_p <= 1, "top_p", s.top_p, "above 0 and at most 1");
+  check(s.min_p >= 0 && s.min_p <= 1, "min_p", s.min_p, "between 0 and 1");
+  check(s.repetition_penalty > 0 && s.repetition_penalty < kInfinity, "repetition_penalty", s.repetition_penalty, "finite and above 0");
+  check(std::isfinite(s.presence_penalty), "presence_penalty", s.presence_penalty, "finite");
+  check(std::isfinite(s.frequency_penalty), "frequency_penalty", s.frequency_penalty, "finite");
+  return s;
+}
+
+Sampling read_sampling(const paritree_params& pairs, int64_t vocab) {
+  const Params params(pairs);
+  Sampling s = sampling_fields(params);
   static const char* const known[] = {"temperature", "top_k", "top_k_ties_all", "top_p", "min_p", "repetition_penalty", "presence_penalty",
                                       "frequency_penalty", "seed"};
   for (int64_t i = 0; i < pairs.count; ++i) {
@@ -97,13 +109,6 @@ Sampling read_sampling(const paritree_params& pairs, int64_t vocab) {
       invalid("sampling has no field ", key);
     }
   }
-  check(s.temperature >= 0 && s.temperature < kInfinity, "temperature", s.temperature, "finite and at least 0");
-  check(s.top_k >= 0, "top_k", static_cast<double>(s.top_k), "at least 0");
-  check(s.top_p > 0 && s.top_p <= 1, "top_p", s.top_p, "above 0 and at most 1");
-  check(s.min_p >= 0 && s.min_p <= 1, "min_p", s.min_p, "between 0 and 1");
-  check(s.repetition_penalty > 0 && s.repetition_penalty < kInfinity, "repetition_penalty", s.repetition_penalty, "finite and above 0");
-  check(std::isfinite(s.presence_penalty), "presence_penalty", s.presence_penalty, "finite");
-  check(std::isfinite(s.frequency_penalty), "frequency_penalty", s.frequency_penalty, "finite");
   return s;
 }
 

@@ -28,6 +28,9 @@ struct Place {
   int64_t position;
 };
 
+// The fields by name, biases left out. Throws for values outside the domain.
+Sampling sampling_fields(const Params& params);
+
 // argmax of z + g. `seen` is what penalties count: prompt, emitted tokens, and the path of the node; its first prompt_len tokens are the prompt.
 // In float64: two keys closer than its rounding may come out either way. Throws for a row that is no distribution.
 int32_t draw(const Sampling& sampling, const float* logits, int64_t vocab, const std::vector<int32_t>& seen, int64_t prompt_len, const Place& place);

@@ -70,7 +70,7 @@ REGIONS = {
 # Where a judge may rightly place a bug: op names and rule ids.
 OP_RECORDS = (
     "embed", "rms_norm", "matmul", "rope", "q_absorb", "scores", "softmax", "o_latent", "o_heads", "tree_attention", "router_scores", "route",
-    "swiglu", "moe", "int4_matmul", "combine", "add", "argmax", "draft_table", "best_first_tree", "tree_mask", "accept", "compact",
+    "swiglu", "moe", "int4_matmul", "combine", "add", "argmax", "sample", "draft_table", "best_first_tree", "tree_mask", "accept", "compact",
 )  # fmt: skip
 SCORES = ("scores", "tree_attention", "M5")
 SOFTMAX = ("softmax", "tree_attention")

@@ -23,6 +23,7 @@ from oracles.ops import (
     rope,
     route,
     router_scores,
+    sample,
     scores,
     softmax,
     swiglu,
@@ -33,6 +34,6 @@ from oracles.ops.record import Expect
 
 _MODULES = (
     embed, rms_norm, matmul, rope, q_absorb, scores, softmax, o_latent, o_heads, tree_attention, router_scores, route, swiglu, moe, int4_matmul, combine,
-    add, argmax, draft_table, best_first_tree, tree_mask, accept, compact,
+    add, argmax, sample, draft_table, best_first_tree, tree_mask, accept, compact,
 )  # fmt: skip
 BOUNDS: Mapping[str, Expect] = {module.__name__.rpartition(".")[2]: module.expect for module in _MODULES}

@@ -29,6 +29,7 @@ ORDER = (
     "combine",
     "add",
     "argmax",
+    "sample",
     "draft_table",
     "best_first_tree",
     "tree_mask",

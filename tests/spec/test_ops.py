@@ -21,7 +21,8 @@ DIMS = {"G": 2,
 PARAMS: dict[str, int | float] = {
     "eps": 1e-6, "scale": 0.3, "half_layout": 1, "softmax": 0, "top_k": 2, "groups": 4, "top_groups": 2, "group_score_max": 0,
     "norm_top_k": 1, "routed_scale": 1.5, "denominator_eps": 1e-20, "kv_rank": 4, "budget": 5, "root": 1, "prefix_len": 3,
-    "group_fill_zero": 0, "denominator_clamp": 0.0,
+    "group_fill_zero": 0, "denominator_clamp": 0.0, "temperature": 0.8, "top_k_ties_all": 0, "top_p": 0.9, "min_p": 0.0,
+    "repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": 0.2, "seed": 2**62 + 5, "prompt_len": 1,
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {  # operands that are not arbitrary numbers
     "embed": {"ids": [8, 0, 3]},
@@ -29,6 +30,7 @@ OWN: dict[str, dict[str, Any]] = {  # operands that are not arbitrary numbers
     "tree_mask": {"parents": [-1, 0, 0, 2]},
     "accept": {"tokens": [5, 1, 2, 3], "parents": [-1, 0, 0, 2], "target": [2, 0, 3, 4]},
     "compact": {"path": [0, 2]},
+    "sample": {"history": [[1, 8], [3, -1], [0, 3]], "sequences": [0, 4, 4]},
 }
 forward_ops = pytest.mark.parametrize("name", ORDER[: ORDER.index("draft_table")])
 
@@ -168,8 +170,26 @@ def second_form(name: str, x: dict[str, np.ndarray]) -> np.ndarray:
         return w["x"] @ (np.where(nibbles > 7, nibbles - 16, nibbles) * w["scales"].repeat(32, axis=0))
     if name == "add":
         return w["a"] + w["b"]
+    if name == "sample":
+        return np.array([drawn_by_hand(w["logits"][t], [i for i in x["history"][t] if i >= 0], x["sequences"][t]) for t in range(3)])
     assert name == "argmax"
     return np.array([max(range(9), key=lambda i, row=row: (row[i], -i)) for row in w["logits"]])
+
+
+def drawn_by_hand(logits: np.ndarray, history: list[int], sequence: int) -> int:
+    """PARAMS on one row: penalties, the two best, of these the head of mass 0.9, and the one whose clock rings first."""
+    z = logits.copy()
+    for token in set(history):
+        z[token] = z[token] / 1.5 if z[token] > 0 else z[token] * 1.5
+        generated = history[1:].count(token)
+        z[token] -= (0.2 * generated + 0.3) if generated else 0
+    mass = np.exp(z / 0.8)
+    best, second = np.argsort(-mass)[:2]
+    kept = [best] if mass[best] >= 0.9 * (mass[best] + mass[second]) else [best, second]
+    words = np.random.Philox(
+        key=np.array([2**62 + 5, len(history)], np.uint64), counter=np.array([0, sequence, 0, 0], np.uint64)
+    ).random_raw(9)
+    return int(min(kept, key=lambda token: -np.log((words[token] // 2**12 * 2.0 + 1) / 2.0**53) / mass[token]))
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER[: ORDER.index("draft_table")] if name != "route"])
