@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,13 +24,14 @@ from campaigns.repro import FAILS_AGAIN
 from campaigns.runner import EngineResult, NotLoadable, Options, check_engine, machine
 from impls.planted import Plant
 from impls.registry import BLIND
+from reports.schema import SEARCH_S
 from reports.store import Store
 
 REPRO_S = 120.0  # a fresh process with NumPy and the engine; a hang costs the program's own limit
-SAMPLE_SEARCH_S, SAMPLE_MINIMISE_S = 60.0, 15.0  # per plant of a nightly sample; nine of ten are found within three seconds
-SAMPLE_LEFT_S = 15.0  # no further plant is begun with less
-SAMPLE_SHOW_S = 6.0  # of what is left for a plant, to make its finding small and to show it again in a fresh process
-SAMPLE_REPRO_LEAST_S = 3.0  # for repro.py where the time of a sample is over: NumPy and the engine take one
+SAMPLE_MINIMISE_S = 15.0  # per plant of a nightly sample
+SAMPLE_LEFT_S = 15.0  # no further plant is begun with less; nine of ten are found within three seconds
+SAMPLE_SHOW_S = 3.0  # of what is left for a plant, to show it again in a fresh process
+SAMPLE_REPRO_LEAST_S = 5.0  # for repro.py where the time of a sample is over: NumPy and the engine take one on an idle core
 HANG_S = 5.0  # of repro.py, for plants that hang
 
 
@@ -65,9 +67,10 @@ COLUMNS = frozenset(column.name for column in dataclasses.fields(Score)) - {"ver
 def measured(plant: Plant, run_id: str, options: Options) -> Score:
     """One check of one plant, stopped at its first finding, which is minimised and reproduced. Raises NotLoadable.
 
-    `options.until` holds for the replay in a fresh process as well.
+    `options.until` leaves SAMPLE_SHOW_S for the replay in a fresh process.
     """
-    result = check_engine(plant.engine, run_id, dataclasses.replace(options, stop_at_first=True, jobs=1))
+    searching = dataclasses.replace(options, stop_at_first=True, jobs=1, until=options.until - SAMPLE_SHOW_S)
+    result = check_engine(plant.engine, run_id, searching)
     finding = first_finding(result, plant.expected_ops)
     base: dict[str, Any] = {
         "mutant": plant.name,
@@ -195,14 +198,17 @@ def campaign(
 def nightly_sample(
     options: Options, seconds: float, library: Sequence[Plant], say: Callable[[Score], None] = lambda score: None
 ) -> list[Score]:
-    """As many plants of the library as `seconds` allow: first those that this store never measured, then those whose measure is the oldest.
+    """As many plants of the library as `seconds` allow, one on each core: first those that this store never tried, then those tried longest ago.
 
     Each is measured anew, as if nothing were known of it. Plants that cannot be loaded on this machine are passed over. Every plant of the library
     is a row of the store, so that the page can name those that no night has reached.
     """
     until = time.monotonic() + seconds
+    scores: list[Score] = []
+    lock = threading.Lock()
     with Store.create_or_open(options.store) as store:
         last = last_measured(store)
+        waiting = iter(sorted(library, key=lambda plant: last.get(plant.name, -1.0)))
         run_id = store.start_run(
             {
                 "purpose": "mutation",
@@ -212,40 +218,49 @@ def nightly_sample(
                 "machine": machine(),
             }
         )
-        scores: list[Score] = []
         with store.writer(run_id, "mutation-sample") as writer:
+
+            def one_core() -> None:
+                while True:
+                    with lock:
+                        left = until - time.monotonic()
+                        plant = next(waiting, None) if left >= (SAMPLE_LEFT_S if scores else SAMPLE_SHOW_S) else None
+                    if plant is None:
+                        return
+                    each = dataclasses.replace(
+                        options,
+                        seconds=SEARCH_S,
+                        reserve=0.0,
+                        trials=10**9,
+                        minimise=True,
+                        minimise_seconds=min(SAMPLE_MINIMISE_S, left / 2),
+                        until=until,
+                        not_reproduced=tuple(row["finding_id"] for row in store.findings()),
+                    )
+                    try:
+                        score = measured(plant, run_id, each)
+                    except NotLoadable:
+                        continue
+                    with lock:
+                        scores.append(score)
+                        writer.add_mutation({name: value for name, value in dataclasses.asdict(score).items() if name in COLUMNS})
+                        writer.flush()  # a night that is killed goes on behind this plant
+                        say(score)
+
             for plant in library:
                 if plant.name not in last:
                     writer.add_mutation(_unmeasured(plant))
             writer.flush()
-            for plant in sorted(library, key=lambda plant: last.get(plant.name, -1.0)):
-                left = until - time.monotonic()
-                if left < (SAMPLE_LEFT_S if scores else SAMPLE_SHOW_S):
-                    break
-                each = dataclasses.replace(
-                    options,
-                    seconds=min(SAMPLE_SEARCH_S, left - SAMPLE_SHOW_S / 2),
-                    reserve=0.0,
-                    trials=10**9,
-                    minimise=True,
-                    minimise_seconds=min(SAMPLE_MINIMISE_S, left / 2),
-                    until=until,
-                    not_reproduced=tuple(row["finding_id"] for row in store.findings()),
-                )
-                try:
-                    score = measured(plant, run_id, each)
-                except NotLoadable:
-                    continue
-                scores.append(score)
-                writer.add_mutation({name: value for name, value in dataclasses.asdict(score).items() if name in COLUMNS})
-                writer.flush()  # a night that is killed goes on behind this plant
-                say(score)
+            cores = options.jobs or os.cpu_count() or 1
+            with ThreadPoolExecutor(cores) as pool:
+                for future in [pool.submit(one_core) for _ in range(cores)]:
+                    future.result()
         store.finish_run(run_id, {"stopped": "budget", "trials": sum(score.trials for score in scores)})
     return scores
 
 
 def last_measured(store: Store) -> dict[str, float]:
-    """Plant -> when it was measured last (0: by a store older than this column), or -1 where it is only known to be in the library."""
+    """Plant -> when it was tried last (0: by a store older than this column), or -1 where it is only known to be in the library."""
     out: dict[str, float] = {}
     for row in store.arrow("mutation").to_pylist():
         if not row["benign"]:

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oracles.judgement import FINDINGS, RUNGS, Judgement, Verdict, worst
+from reports.schema import SEARCH_S
 
 if TYPE_CHECKING:
+    from campaigns.battery import Compared
     from campaigns.bisect import Location
     from campaigns.certify import Certificate
     from campaigns.measure import Measured
@@ -60,7 +62,7 @@ class Log:
             result = f"smallest case after {event['checks']} checks" if event["minimal"] else event["note"]
             print(f"{engine}: {event['finding_id']} {result}", file=sys.stderr, flush=True)
         elif event["event"] == "plant":
-            result = "found" if event["found"] and event["localised"] else "found elsewhere" if event["found"] else "missed"
+            result = "found" if event["found"] and event["localised"] else "found elsewhere" if event["found"] else "not found"
             print(f"{engine}: plant {event['plant']} {result}", file=sys.stderr, flush=True)
         elif event["event"] == "replay":
             counts = f", {event['reproduced']} of {event['attempts']} replays fail" if "reproduced" in event else ""
@@ -154,9 +156,10 @@ def night(result: Night, store: str = "") -> str:
     if result.sample:
         found, right = sum(score.found for score in result.sample), sum(score.localised for score in result.sample)
         lines.append(f"the judge itself: {found} of {len(result.sample)} planted defects found tonight, {right} at the right place")
-        lines += [
-            f"  missed: {score.mutant} ({score.defect_class}) in {score.searched:.0f} s" for score in result.sample if not score.found
-        ]
+        for score in result.sample:
+            if not score.found:
+                word = "missed" if score.searched >= SEARCH_S else f"the score allows {SEARCH_S:.0f} s, not found"
+                lines.append(f"  {score.mutant} ({score.defect_class}): {word} in {score.searched:.0f} s")
     return "\n".join(lines)
 
 
@@ -195,14 +198,16 @@ def print_judgements(judgements: list[Judgement], *, as_json: bool) -> int:
     return code
 
 
-def print_battery(judgements: list[Judgement], fixed: Mapping[str, bool], *, as_json: bool) -> int:
+def print_battery(judgements: list[Judgement], compared: Compared, *, as_json: bool) -> int:
     """Our verdict first; the exit code is ours, too."""
     from oracles.battery import FIXED_RULES
 
     wrong = any(j.verdict in FINDINGS for j in judgements)
     code = 1 if wrong else 0 if any(j.verdict in PASSING for j in judgements) else 5
+    fixed = {} if compared.empty else dict(compared.verdicts())
     if as_json:
-        print(json.dumps({"exit_code": code, "judgements": plain_judgements(judgements), "battery": dict(fixed)}))
+        body = {"exit_code": code, "judgements": plain_judgements(judgements), "battery": fixed, "compared": compared.words}
+        print(json.dumps(body))
         return code
     first = worst(judgements)
     said = "nothing was judged" if first is None else f"{first.verdict}{': ' + first.message if first.message else ''}"
@@ -210,6 +215,8 @@ def print_battery(judgements: list[Judgement], fixed: Mapping[str, bool], *, as_
     print(f"{'paritree':17} {'fails' if wrong else 'passes' if code == 0 else 'open':7} {said}")
     for name, passes in fixed.items():
         print(f"{name:17} {'passes' if passes else 'fails':7} {words.get(name, 'the greedy choice of every row is the golden one')}")
+    unanswered = "" if compared.whole else "; not all of it was answered, which fails every rule"
+    print(f"compared with golden values: {', '.join(compared.words) or 'nothing, there is no golden value to compare with'}{unanswered}")
     return code
 
 

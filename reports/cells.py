@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 AXES: dict[str, tuple[str, ...]] = {
@@ -122,10 +122,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Crossed:
-    """What the page says of the table `cells`."""
+    """What the page says of the table `cells`. `by_engine`: reachable cells that each engine hit."""
 
     trees: Counter[Cell]
-    by_engine: dict[str, int]  # reachable cells that each engine hit
+    by_engine: dict[str, int]
 
     @property
     def hit(self) -> int:
@@ -134,6 +134,15 @@ class Crossed:
     @property
     def cells(self) -> int:
         return len(every())
+
+    @property
+    def trees_sum(self) -> int:
+        return sum(self.trees.values())
+
+    @property
+    def empty_pairs(self) -> list[tuple[Pair, str, str]]:
+        """(pair of axes, class, class): reachable together, and never met."""
+        return [(pair, a, b) for pair in self.pairs for a, b in pair.empty]
 
     @property
     def margins(self) -> list[Margin]:
@@ -148,7 +157,7 @@ class Crossed:
             out.append(Margin(axis, trees, hit, cells))
         return out
 
-    @property
+    @cached_property
     def pairs(self) -> list[Pair]:
         met, can = pair_sums(self.trees), reachable_pairs()
         out = []

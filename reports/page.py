@@ -17,10 +17,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from reports import charts, numbers, words
+from reports import charts, nights, numbers, words
+from reports.cells import AXES, MEANING
 from reports.errors import from_os_error
 from reports.page_data import EngineData, Page, load
-from reports.schema import RUNGS, STATUSES, VERDICTS
+from reports.schema import RUNGS, SEARCH_S, STATUSES, VERDICTS
 from reports.store import Store, engine_names
 
 PAGE_BYTES = 2_000_000  # a page that can be mailed
@@ -31,6 +32,7 @@ CASE_MAX = 12_000  # characters of a case on the page
 TREES_MAX = 3  # rounds drawn per finding
 COVERAGE_MAX, CELLS_MAX = 120, 40  # regions, and cells per region
 MUTATION_MAX = 400
+EMPTIEST_MAX = 15  # cells of the crossed coverage
 
 
 def write_report(store_path: str | os.PathLike[str], out_html: str | os.PathLike[str]) -> Path:
@@ -89,6 +91,13 @@ def _render(page: Page, scale: float) -> str:
         mutation_sentence=mutation_sentence(page.mutation),
         mutation_result=_mutation_result,
         mutation_max=int(MUTATION_MAX * scale),
+        score=[*page.score, nights.whole(page.score)] if len(page.score) > 1 else page.score,
+        nights_max=nights.NIGHTS_MAX,
+        search_s=SEARCH_S,
+        case_max=CASE_MAX,
+        axes=AXES,
+        axis_meaning=MEANING,
+        emptiest=page.cells.emptiest(EMPTIEST_MAX) if page.cells is not None else [],
         coverage_max=int(COVERAGE_MAX * scale),
         cells_max=CELLS_MAX,
         data=Markup(_embedded(summary(page))),
@@ -105,6 +114,12 @@ def summary(page: Page) -> dict[str, Any]:
         "unverified_trials": page.verdicts.get("UNVERIFIED", 0),
         "unverified_scalars": page.unverified_scalars,
         "verdicts": page.verdicts,
+        "cells": {"hit": page.cells.hit, "reachable": page.cells.cells} if page.cells is not None else None,
+        "mutation": {
+            "plants": sum(part.plants for part in page.score),
+            "measured": sum(part.measured for part in page.score),
+            "found": sum(part.found for part in page.score),
+        },
         "false_alarms": {"alarms": page.alarms.alarms, "trials": page.alarms.trials},
         "engines": [
             {

@@ -12,7 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from reports import numbers
+from reports import nights, numbers
+from reports.cells import Crossed
+from reports.nights import ClassScore, Night
 from reports.schema import FINDING_VERDICTS, JUDGE_PURPOSES, PASSING_VERDICTS, RUNGS, STATUSES, VERDICTS, from_json
 from reports.store import Store, StoreError, engine_names
 
@@ -131,7 +133,11 @@ class Page:
     history: list[dict[str, Any]]  # all runs, newest first
     alarms: Alarms
     coverage: list[Region]
-    mutation: list[dict[str, Any]]
+    cells: Crossed | None  # of the scope; None where nothing was crossed
+    mutation: list[dict[str, Any]]  # newest measure per mutant
+    score: list[ClassScore]  # per class of planted defects, with those that were not measured yet
+    nights: list[Night]  # newest first
+    slowest: list[dict[str, Any]]  # trials of the scope
     planted_findings: int  # findings on engines that are wrong on purpose; listed in the mutation table only
     problems: list[str]  # of the store: torn files, a broken ledger, an unfinished run
     store: str
@@ -224,7 +230,7 @@ def _place(engine: EngineData) -> str:
 def load(store: Store) -> Page:
     """Everything that a page says of `store`. Raises StoreError only where the store itself cannot be read."""
     history = store.runs()
-    tables = {name: store.arrow(name).to_pandas() for name in ("trials", "judgements", "coverage", "mutation")}
+    tables = {name: store.arrow(name).to_pandas() for name in ("trials", "judgements", "coverage", "cells", "mutation")}
     problems = [f"{table}/{name} was left out: {reason}" for table, files in store.ignored.items() for name, reason in files]
     judge_runs = {run["run_id"] for run in history if run["purpose"] in JUDGE_PURPOSES}
     alarm_runs = {run["run_id"] for run in history if run["purpose"] == "false-alarms"}
@@ -233,6 +239,8 @@ def load(store: Store) -> Page:
     judgements = _in_scope(tables["judgements"], scope)
     findings, planted = _findings(store, scope, judge_runs, problems)
     engines = [_engine(name, history, scope[name], trials, judgements, findings) for name in sorted(scope)]
+    dated = nights.dated(tables["mutation"], history)
+    newest = nights.newest(dated)
     used = set().union(*scope.values()) if scope else set()
     runs = [run for run in history if run["run_id"] in used]
     problems += [f"run {run['run_id']} has no end: it is still running, or was killed" for run in runs if not run["finished"]]
@@ -247,7 +255,11 @@ def load(store: Store) -> Page:
         history=history[::-1],
         alarms=_alarms(tables, alarm_runs),
         coverage=_coverage(_in_scope(tables["coverage"], scope)),
-        mutation=_mutation(tables["mutation"]),
+        cells=nights.crossed(_in_scope(tables["cells"], scope)),
+        mutation=_mutation([row for row in newest if row["measured"]]),
+        score=nights.scores(newest),
+        nights=nights.nights(history, tables, findings, dated),
+        slowest=nights.slowest(trials),
         planted_findings=planted,
         problems=problems,
         store=store.path.resolve().name,
@@ -422,12 +434,9 @@ def _natural(text: str) -> tuple[int, float, str]:
     return (0, number, text) if math.isfinite(number) else (1, 0.0, text)
 
 
-def _mutation(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """The newest row per mutant; missed ones first, benign ones last."""
-    newest = _records(rows.drop_duplicates("mutant", keep="last"))
-    return sorted(
-        newest, key=lambda r: (bool(r["benign"]), bool(r["found"]), bool(r["localised"]), str(r["defect_class"]), str(r["mutant"]))
-    )
+def _mutation(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Missed ones first, benign ones last."""
+    return sorted(rows, key=lambda r: (bool(r["benign"]), bool(r["found"]), bool(r["localised"]), str(r["defect_class"]), str(r["mutant"])))
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:

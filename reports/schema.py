@@ -35,6 +35,8 @@ PASSING_VERDICTS = frozenset({"EXACT", "WITHIN_BOUND", "TIE"})
 RUNGS = ("ops", "prefill", "decode", "tree verify", "accept and commit", "whole loop")
 # Runs that judge the judge, on engines that are wrong (or right) on purpose; they count in the mutation score and in the false alarms.
 JUDGE_PURPOSES = frozenset({"mutation", "false-alarms"})
+# Of one core: the mutation score says which plants are found within it. What was searched for less, and not found, is not called missed.
+SEARCH_S = 60.0
 STATUSES = ("new", "reopened", "changed", "flaky", "known", "fixed")
 
 

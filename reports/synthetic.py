@@ -11,6 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from reports.cells import every
 from reports.schema import RUNGS
 from reports.store import Store
 
@@ -213,6 +214,9 @@ def _coverage(writer: Any, engine: str, draw: random.Random) -> None:
             number = 0 if value in (16, 65) else draw.randrange(3, 900)
             cell = {"engine": engine, "region": region, "value": value, "trials": number, "findings": 3 if value == "stale-mask" else 0}
             writer.add_coverage(cell)
+    known = [cell for cell in every() if cell[4] == "float32" or cell[5] == "none"]
+    for _ in range(400):
+        writer.add_cell(engine, draw.choice(known), failing=draw.random() < 0.01)
 
 
 def _judge(store: Store, common: dict[str, Any], engine: str) -> None:
@@ -240,6 +244,9 @@ def _judge(store: Store, common: dict[str, Any], engine: str) -> None:
                 "reproduced": caught,
             }
             writer.add_mutation(row | sizes)
+        for mutant, defect, op in (("page-not-moved", "cache", "compact"), ("mask-from-last-call", "mask", "tree_mask")):
+            unsampled = {"mutant": mutant, "defect_class": defect, "expected_op": op, "source": "invented report 110", "seconds": -1.0}
+            writer.add_mutation(unsampled)
         writer.add_mutation({"mutant": "split-k-order", "benign": True, "defect_class": "benign", "trials": 500, "minimal_nodes": -1})
     store.finish_run(run_id, {"finished": START + 50_600.0, "stopped": "complete"})
     right = [{"name": engine, "version": "right", "profile": "float32-any-order"}]
