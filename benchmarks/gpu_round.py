@@ -77,9 +77,7 @@ class Ours:
 
     def prefill(self, sequence: int, tokens: NDArray[np.int32]) -> None:
         count = len(tokens)
-        rows = Rows(
-            np.full(count, sequence, np.int32), tokens, np.arange(count, dtype=np.int32), np.arange(-1, count - 1, dtype=np.int32)
-        )
+        rows = Rows(np.full(count, sequence, np.int32), tokens, np.arange(count, dtype=np.int32), np.arange(-1, count - 1, dtype=np.int32))
         self._session.forward(rows, np.zeros(count, np.bool_), frozenset(), lambda *_: None)
         self._session.commit(sequence, np.arange(count, dtype=np.int32))
 
@@ -200,10 +198,16 @@ def timed(torch: Any, call: Callable[[], Any], rewind: Callable[[], None], repea
 def agreement(tree: Tree, argmax: NDArray[Any], gap: NDArray[Any]) -> dict[str, Any]:
     """Rows whose target is the same, and of the others the largest gap between the peer's two best logits: a tie if it is small."""
     differ = tree.targets != argmax
-    return {"rows_equal": int((~differ).sum()), "rows": len(differ), "largest_gap_of_others": float(gap[differ].max()) if differ.any() else 0.0}
+    return {
+        "rows_equal": int((~differ).sum()),
+        "rows": len(differ),
+        "largest_gap_of_others": float(gap[differ].max()) if differ.any() else 0.0,
+    }
 
 
-def measured(path: str, models: Sequence[str], precisions: Sequence[str], log: Callable[[str], None], *, profile: bool = False) -> list[dict[str, Any]]:
+def measured(
+    path: str, models: Sequence[str], precisions: Sequence[str], log: Callable[[str], None], *, profile: bool = False
+) -> list[dict[str, Any]]:
     """One row for each model, precision, prefix and number of tree rows."""
     import torch
 
@@ -222,7 +226,15 @@ def measured(path: str, models: Sequence[str], precisions: Sequence[str], log: C
                     plain, tree = ours.round(length, root, rows, graph=False)
                     graph, again = ours.round(length, root, rows, graph=True)
                     same = all(np.array_equal(getattr(tree, name), getattr(again, name)) for name in ("tokens", "parents", "targets"))
-                    row = {"model": model, "precision": precision, "prefix": length, "rows": rows, "plain": plain, "graph": graph, "same": same}
+                    row = {
+                        "model": model,
+                        "precision": precision,
+                        "prefix": length,
+                        "rows": rows,
+                        "plain": plain,
+                        "graph": graph,
+                        "same": same,
+                    }
                     found[length, rows] = row, tree
                     log(f"{model} {precision} prefix {length} rows {rows}: plain {plain}  graph {graph}  equal {same}")
                     if profile and rows in (1, 64):
@@ -271,7 +283,9 @@ def kernels(torch: Any, call: Callable[[], Any], log: Callable[[str], None]) -> 
         entries = sorted(profiler.key_averages(), key=lambda entry: -entry.self_device_time_total)
         total = sum(entry.self_device_time_total for entry in entries)
         for entry in entries[:22]:
-            log(f"    {entry.self_device_time_total / max(total, 1e-9):6.1%} {entry.self_device_time_total / max(entry.count, 1):9.1f} us x {entry.count:5d}  {entry.key[:90]}")
+            log(
+                f"    {entry.self_device_time_total / max(total, 1e-9):6.1%} {entry.self_device_time_total / max(entry.count, 1):9.1f} us x {entry.count:5d}  {entry.key[:90]}"
+            )
     except Exception as problem:
         log(f"    no profile: {type(problem).__name__}: {problem}"[:300])
 
@@ -285,7 +299,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="device time by kernel")
     chosen = parser.parse_args(arguments)
     table = measured(
-        str(build.library()), chosen.models.split(","), chosen.precisions.split(","), lambda text: print(text, flush=True), profile=chosen.profile
+        str(build.library()),
+        chosen.models.split(","),
+        chosen.precisions.split(","),
+        lambda text: print(text, flush=True),
+        profile=chosen.profile,
     )
     print(json.dumps(table, indent=1))
     return 0

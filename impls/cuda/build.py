@@ -31,6 +31,7 @@ HOST = FOLDER / "host"
 NATIVE = FOLDER.parent / "native"
 CXX_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-fast-math", "-ffp-contract=off")
 EMULATED_FLAGS = (*CXX_FLAGS, "-DPARITREE_NO_CUBLAS", "-fno-strict-aliasing", "-w")
+PLANTED = "PARITREE_PLANTED"  # compiles the bugs of the host code in; PARITREE_CUDA_PLANT names the one that acts (impls/cuda/plants.py)
 JOBS = min(4, os.cpu_count() or 1)
 
 
@@ -55,7 +56,7 @@ def find_nvcc() -> str:
 def library(*, emulated: bool = False, defines: Sequence[str] = ()) -> Path:
     """The path of the compiled engine, made now if it is not in the cache. `defines`: macros of planted bugs. Raises NoNvcc or BuildError."""
     compiler = native_build.find_compiler()
-    identity = [*compiler, native_build.compiler_version(compiler), *defines]
+    identity = [*compiler, native_build.compiler_version(compiler)]
     identity += ["emulated"] if emulated else [_nvcc_version(find_nvcc()), *_device_flags()]
     sources = [
         *sorted(HOST.iterdir()),
@@ -63,13 +64,15 @@ def library(*, emulated: bool = False, defines: Sequence[str] = ()) -> Path:
         NATIVE / "include" / "paritree.h",
         *sorted((FOLDER / "emulator").iterdir()),
     ]
-    digest = _digest(*identity, expanded(), *(path.read_text() for path in sources))
+    digest = _digest(*identity, *defines, expanded(), *(path.read_text() for path in sources))
     target = native_build.cache_folder() / f"paritree-cuda-{'emulated-engine-' if emulated else ''}{digest}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as folder:
             made = Path(folder) / target.name
-            (_link_emulated if emulated else _link_device)(compiler, Path(folder), made, [f"-D{name}" for name in defines])
+            (_link_emulated if emulated else _link_device)(
+                " ".join(identity), compiler, Path(folder), made, [f"-D{name}" for name in defines]
+            )
             os.replace(made, target)
     return target
 
@@ -113,14 +116,28 @@ def _host_sources() -> list[Path]:
     return [*sorted(HOST.glob("*.cpp")), *(path for path in sorted(NATIVE.glob("*.cpp")) if path.name != "abi.cpp")]
 
 
-def _compile_all(folder: Path, command: Callable[[Path, Path], list[str]], sources: Sequence[Path]) -> list[str]:
-    targets = [folder / f"{number}-{source.stem}.o" for number, source in enumerate(sources)]
+def _compile_all(identity: str, folder: Path, command: Callable[[Path, Path], list[str]], sources: Sequence[Path]) -> list[str]:
+    """Objects in the cache folder, made where they are missing: a planted bug changes one file of ten, and the launcher takes longest."""
+    headers = (*HOST.glob("*.hpp"), *NATIVE.glob("*.hpp"), NATIVE / "include" / "paritree.h", *(FOLDER / "emulator").iterdir())
+    shared = _digest(identity, expanded(), *(path.read_text() for path in sorted(headers)))
+
+    def made(source: Path) -> str:
+        text = source.read_text()
+        text += (HOST / "launch.cu").read_text() if "launch.cu" in text else ""
+        own = folder / f"{source.parent.name}-{source.name}.o"
+        words = [word for word in command(source, own) if word != f"-D{PLANTED}" or PLANTED in text]
+        flags = [word for word in words if word.startswith("-")]
+        target = native_build.cache_folder() / f"paritree-cuda-object-{_digest(shared, text, *flags)}.o"
+        if not target.exists():
+            _run(words)
+            os.replace(own, target)
+        return str(target)
+
     with ThreadPoolExecutor(JOBS) as pool:
-        list(pool.map(lambda pair: _run(command(*pair)), zip(sources, targets, strict=True)))
-    return [str(target) for target in targets]
+        return list(pool.map(made, sources))
 
 
-def _link_emulated(compiler: tuple[str, ...], folder: Path, target: Path, defines: list[str]) -> None:
+def _link_emulated(identity: str, compiler: tuple[str, ...], folder: Path, target: Path, defines: list[str]) -> None:
     listing = " ".join(f"X({name})" for name in kernel_names())
     emulator = FOLDER / "emulator"
     launcher = folder / "launcher.cpp"
@@ -129,11 +146,15 @@ def _link_emulated(compiler: tuple[str, ...], folder: Path, target: Path, define
         f'#include "{emulator / "emulator.cpp"}"\n#include "{HOST / "launch.cu"}"\n'
     )
     flags = [*EMULATED_FLAGS, *native_build_architecture(), *defines]
-    objects = _compile_all(folder, lambda source, out: [*compiler, *flags, "-c", str(source), "-o", str(out)], [launcher, *_host_sources()])
+
+    def command(source: Path, out: Path) -> list[str]:
+        return [*compiler, *flags, "-c", str(source), "-o", str(out)]
+
+    objects = _compile_all(identity, folder, command, [launcher, *_host_sources()])
     _run([*compiler, "-shared", *objects, "-o", str(target)])
 
 
-def _link_device(compiler: tuple[str, ...], folder: Path, target: Path, defines: list[str]) -> None:
+def _link_device(identity: str, compiler: tuple[str, ...], folder: Path, target: Path, defines: list[str]) -> None:
     nvcc, architecture = find_nvcc(), _device_flags()
     device = [HOST / "launch.cu", HOST / "cublas_gemm.cu"]
 
@@ -143,7 +164,7 @@ def _link_device(compiler: tuple[str, ...], folder: Path, target: Path, defines:
         host_flags = ",".join(("-fPIC", "-fvisibility=hidden"))
         return [nvcc, "-std=c++17", "-O3", *architecture, "-Xcompiler", host_flags, *defines, "-c", str(source), "-o", str(out)]
 
-    objects = _compile_all(folder, command, [*device, *_host_sources()])
+    objects = _compile_all(identity, folder, command, [*device, *_host_sources()])
     _run([nvcc, "-shared", architecture[0], *objects, "-o", str(target), "-lcublas"])
 
 

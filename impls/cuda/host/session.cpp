@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 
 #include "../../native/tensors.hpp"
@@ -32,6 +33,16 @@ int64_t rows_bucket(int64_t rows) {
   while (16 * step < rows) step *= 2;
   return (rows + step - 1) / step * step;
 }
+
+#ifdef PARITREE_PLANTED
+// Bugs of impls/cuda/plants.py, one chosen by name.
+bool planted(const char* name) {
+  const char* chosen = std::getenv("PARITREE_CUDA_PLANT");
+  return chosen != nullptr && std::string(chosen) == name;
+}
+#else
+constexpr bool planted(const char*) { return false; }
+#endif
 
 bool is_set(const char* word) { return word != nullptr && *word != '\0' && *word != '0'; }
 
@@ -358,6 +369,7 @@ DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& orde
     inputs.insert(inputs.end(), part->begin(), part->end());
   }
   int32_t* on_device = buffer<int32_t>("plan", static_cast<int64_t>(inputs.size()));
+  if (planted("graph-stale-pages") && replays_ > 0) inputs.resize(at.back());  // the tables stay those that were there before the first replay
   device_.copy_in(on_device, inputs.data(), static_cast<int64_t>(inputs.size()) * 4);
   batch.plan.tokens = on_device + at[0];
   batch.plan.slots = on_device + at[1];
@@ -368,6 +380,10 @@ DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& orde
   for (std::size_t number = 0; number < batch.plan.spans.size(); ++number) {
     Span& span = batch.plan.spans[number];
     span.prefix_at = on_device + at[4] + number;
+    if (planted("graph-stale-length")) {  // by value: replays keep the length of the batch that was captured
+      span.prefix_at = nullptr;
+      span.prefix_len = prefixes[number];
+    }
     span.pages = on_device + at[6] + pages_at[number];
     span.bits = bits;
     bits += span.rows * span.words;
@@ -446,13 +462,18 @@ void DeviceSession::forward(const BatchRows& rows, float* logits, const TapSink&
 }
 
 void DeviceSession::run_forward(const Batch& batch, const Order& order, const TapSink& taps) {
+  const auto launch = [&] {
+    if (!planted("graph-stale-mask")) launch_masks(batch);
+    launch_forward(batch, order, taps);
+  };
   taps_.clear();
-  if (!graphs_) return launch_forward(batch, order, taps);
   if (forwards_.size() > kGraphs) forwards_.clear();
   Recorded& recorded = forwards_[{batch.shape, taps.names()}];
+  if (planted("graph-stale-mask") && recorded.graph == nullptr) launch_masks(batch);  // replays keep the mask of the batch that was captured
+  if (!graphs_) return launch();
   if (recorded.graph == nullptr) {
-    if (recorded.runs++ == 0) return launch_forward(batch, order, taps);  // every buffer gets its size, and cuBLAS its kernels
-    recorded.graph = device_.captured([&] { launch_forward(batch, order, taps); });
+    if (recorded.runs++ == 0) return launch();  // every buffer gets its size, and cuBLAS its kernels
+    recorded.graph = device_.captured(launch);
     recorded.taps = taps_;
   }
   taps_ = recorded.taps;
@@ -469,7 +490,6 @@ void DeviceSession::launch_masks(const Batch& batch) {
 // Launches only: what differs from batch to batch of one shape stands behind the pointers of `batch`.
 void DeviceSession::launch_forward(const Batch& batch, const Order& order, const TapSink& taps) {
   const int64_t rows = batch.plan.rows, hidden = config_.hidden, vocab = config_.vocab, kept = batch.kept_rows;
-  launch_masks(batch);
   const float* residual = run_layers(batch.plan, &order, taps);
   float* normed = buffer<float>("final_norm", rows * hidden);
   device_.rms_norm(residual, hidden, weight("norm"), config_.rms_eps, normed, hidden, rows, hidden);
@@ -488,12 +508,65 @@ void DeviceSession::launch_forward(const Batch& batch, const Order& order, const
   tap(taps, nullptr, "argmax", config_.layers, ids, kept, {kept});
 }
 
-std::vector<int32_t> DeviceSession::choices(const BatchRows& rows) {
+DrawRule draw_rule(const Sampling& s) {
+  return {s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty, s.top_k, s.seed, s.top_k_ties_all ? 1 : 0,
+          static_cast<int64_t>(s.logit_bias.size())};
+}
+
+// In one piece: the rule, the streams, room for `history_max` tokens, biases, their tokens. So the number of biases is a part of a round's shape.
+Draws DeviceSession::upload_draws(const std::vector<History>& histories, int64_t history_max) {
+  const int64_t streams = static_cast<int64_t>(histories.size()), biases = static_cast<int64_t>(sampling_->logit_bias.size());
+  const int64_t at_streams = sizeof(DrawRule), at_history = at_streams + 16 * streams, at_biases = (at_history + 4 * history_max + 7) / 8 * 8,
+                at_tokens = at_biases + 8 * biases, bytes = at_tokens + 4 * biases;
+  std::vector<char> host(static_cast<std::size_t>(bytes), 0);
+  const DrawRule rule = draw_rule(*sampling_);
+  std::memcpy(host.data(), &rule, sizeof rule);
+  int64_t first = 0;
+  for (int64_t i = 0; i < streams; ++i) {
+    const History& own = histories[static_cast<std::size_t>(i)];
+    const int64_t length = static_cast<int64_t>(own.tokens->size());
+    const int32_t stream[] = {static_cast<int32_t>(first), static_cast<int32_t>(length), static_cast<int32_t>(own.prompt_len), own.number};
+    std::memcpy(host.data() + at_streams + 16 * i, stream, sizeof stream);
+    std::memcpy(host.data() + at_history + 4 * first, own.tokens->data(), static_cast<std::size_t>(4 * length));
+    first += length;
+  }
+  for (int64_t i = 0; i < biases; ++i) {
+    const auto& [token, bias] = sampling_->logit_bias[static_cast<std::size_t>(i)];
+    const int32_t narrow_token = static_cast<int32_t>(token);
+    std::memcpy(host.data() + at_biases + 8 * i, &bias, 8);
+    std::memcpy(host.data() + at_tokens + 4 * i, &narrow_token, 4);
+  }
+  char* on_device = buffer<char>("draws", bytes);
+  device_.copy_in(on_device, host.data(), bytes);
+  return {on_device, reinterpret_cast<const int32_t*>(on_device + at_tokens), reinterpret_cast<const double*>(on_device + at_biases),
+          reinterpret_cast<const int32_t*>(on_device + at_history), reinterpret_cast<const int32_t*>(on_device + at_streams)};
+}
+
+void DeviceSession::check_draws(int32_t status) {
+  if (status & 32) failed("a row of logits is no distribution");
+  if (status & 64) unsupported("S3: two numbers agree to about 85 bits, and these kernels do not guess");
+}
+
+std::vector<int32_t> DeviceSession::choices(const BatchRows& rows, const std::vector<History>& histories) {
   const int64_t kept = std::count_if(rows.want_logits.begin(), rows.want_logits.end(), [](uint8_t want) { return want != 0; });
   const TapSink none(nullptr, nullptr, nullptr);
   forward(rows, nullptr, none);
   std::vector<int32_t> ids(static_cast<std::size_t>(kept));
-  device_.copy_out(ids.data(), buffers_.at("argmax").data(), kept * 4);
+  if (sampling_ == nullptr) {
+    device_.copy_out(ids.data(), buffers_.at("argmax").data(), kept * 4);
+    return ids;
+  }
+  int64_t tokens = 0;
+  for (const History& own : histories) tokens += static_cast<int64_t>(own.tokens->size());
+  const Draws draws = upload_draws(histories, tokens);
+  int32_t* drawn = buffer<int32_t>("drawn", kept + 1);
+  device_.fill(drawn + kept, 0, 4);
+  device_.sample(reinterpret_cast<const float*>(buffers_.at("logits").data()), draws, {nullptr, nullptr, nullptr, 1, 1}, drawn, drawn + kept,
+                 buffer<char>("draw parts", Device::sample_workspace(kept, config_.vocab)), kept, config_.vocab);
+  ids.push_back(0);
+  device_.copy_out(ids.data(), drawn, (kept + 1) * 4);
+  check_draws(ids.back());
+  ids.pop_back();
   return ids;
 }
 
@@ -649,7 +722,7 @@ DeviceSession::Round DeviceSession::prepare_round(const std::vector<Draft>& draf
     longest = std::max(longest, prefix);
   }
   Round round;
-  round.shape = {streams, block_len, budget, keys_bucket(longest + nodes)};
+  round.shape = {streams, block_len, budget, keys_bucket(longest + nodes), sampling_ == nullptr ? -1 : static_cast<int64_t>(sampling_->logit_bias.size())};
   ensure_positions(round.shape.keys + block_len + 1);
   const int64_t pages = (round.shape.keys + kPageRows - 1) / kPageRows;
   std::vector<int32_t> inputs(static_cast<std::size_t>(streams * (2 + nodes + pages)), 0);
@@ -669,6 +742,11 @@ DeviceSession::Round DeviceSession::prepare_round(const std::vector<Draft>& draf
   round.prefixes = round.roots + streams;
   round.slots = round.prefixes + streams;
   round.pages = round.slots + streams * nodes;
+  if (sampling_ != nullptr) {
+    std::vector<History> histories;
+    for (const Draft& draft : drafts) histories.push_back(draft.history);
+    round.draws = upload_draws(histories, streams * (round.shape.keys + 1));
+  }
   round.logits = buffer<float>("draft logits", streams * block_len * vocab);
   round.records = buffer<int32_t>("round records", streams * round.record() + 1);
   device_.copy_in(on_device, inputs.data(), static_cast<int64_t>(inputs.size()) * 4);
@@ -703,7 +781,7 @@ void DeviceSession::launch_round(const Round& round) {
   uint32_t* bits = buffer<uint32_t>("round bits", rows * words);
   int32_t* ids = buffer<int32_t>("draft ids", depth_max * width);
   float* log_probs = buffer<float>("draft log_probs", depth_max * width);
-  uint32_t* counters = buffer<uint32_t>("draft counters", depth_max * 4097);
+  uint32_t* counters = buffer<uint32_t>("draft counters", depth_max * kDraftCounters);
   float* parts = buffer<float>("draft parts", depth_max * ((vocab + 4095) / 4096) * 2);
   uint64_t* candidates = buffer<uint64_t>("draft candidates", depth_max * vocab);
   device_.fill(round.status(), 0, 4);
@@ -735,7 +813,12 @@ void DeviceSession::launch_round(const Round& round) {
   } else {
     matmul(normed, rows, hidden, weight("head"), vocab, out);
   }
-  device_.argmax(out, target, buffer<uint64_t>("argmax parts", rows * 64), rows, vocab);
+  if (shape.biases < 0) {
+    device_.argmax(out, target, buffer<uint64_t>("argmax parts", rows * 64), rows, vocab);
+  } else {  // each node's own draw: its noise, and the history of its path (A6)
+    device_.sample(out, round.draws, {round.records, round.records + nodes, round.records + 3 * nodes, nodes, round.record()}, target, round.status(),
+                   buffer<char>("draw parts", Device::sample_workspace(rows, vocab)), rows, vocab);
+  }
   for (int64_t i = 0; i < streams; ++i) {
     int32_t* own = round.records + i * round.record();
     int32_t *path = own + 2 * nodes, *found = own + 3 * nodes;
@@ -759,6 +842,7 @@ std::vector<DeviceSession::Outcome> DeviceSession::finish_round(const Round& rou
   const int32_t problem = host.back();
   if (problem != 0) {
     for (const Draft& draft : drafts) drop_pending(draft.sequence);
+    check_draws(problem);
     if (problem & 1) invalid("T8: draft logits must be finite or -inf");
     if (problem == 4) unsupported("T2: a path score has more than 106 bits, and these kernels do not guess");
     failed("the draft tree of a round is malformed (status ", problem, ")");

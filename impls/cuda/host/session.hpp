@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../../native/rope.hpp"
+#include "../../native/sampling.hpp"
 #include "../../native/session.hpp"
 #include "launch.hpp"
 
@@ -75,10 +76,16 @@ class DeviceSession {
   int64_t free_rows() const { return static_cast<int64_t>(free_.size()) * kPageRows; }
 
   // One round of draft trees: logits of each stream come from the host, what was accepted goes back, everything between stays on the device.
+  struct History {  // what a draw follows (A6): everything before the token, how much of it is the prompt, the number of the request
+    const std::vector<int32_t>* tokens = nullptr;
+    int64_t prompt_len = 0;
+    int32_t number = 0;
+  };
   struct Draft {
     int32_t sequence;
     int32_t root;
     const float* logits;  // host, [block_len, vocab]
+    History history = {};  // the root last; asked for while tokens are drawn
   };
   struct Outcome {
     std::vector<int32_t> tokens, parents, path;  // tokens and parents of the tree, root first
@@ -87,8 +94,9 @@ class DeviceSession {
   // What decides the launches of a round. Rounds of one shape are one graph: tokens, trees, lengths and page tables are read on the device.
   struct RoundShape {
     int64_t streams, block_len, budget, keys;  // keys: at most, of one stream, in steps (keys_bucket)
+    int64_t biases = -1;                       // of the rule that tokens are drawn by; -1: the argmax is taken
     bool operator<(const RoundShape& other) const {
-      return std::tie(streams, block_len, budget, keys) < std::tie(other.streams, other.block_len, other.budget, other.keys);
+      return std::tie(streams, block_len, budget, keys, biases) < std::tie(other.streams, other.block_len, other.budget, other.keys, other.biases);
     }
     int64_t nodes() const { return budget + 1; }
   };
@@ -100,6 +108,7 @@ class DeviceSession {
     int32_t* records;  // a stream: tokens, parents, path [nodes] each, then count, length, bonus; after the last one the status word
     int64_t record() const { return 3 * shape.nodes() + 3; }
     int32_t* status() const { return records + shape.streams * record(); }
+    Draws draws = {};
   };
   // The accepted rows are committed as far as `outcomes` says; `keep_committed` takes rows away again where the stream ended earlier.
   std::vector<Outcome> tree_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget);
@@ -109,13 +118,15 @@ class DeviceSession {
   Round prepare_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget);
   void run_round(const Round& round);
   std::vector<Outcome> finish_round(const Round& round, const std::vector<Draft>& drafts);
-  std::vector<int32_t> round_targets(int64_t rows);  // the argmax of each row of the last round
+  std::vector<int32_t> round_targets(int64_t rows);  // the choice of each row of the last round
   Device& device() { return device_; }
   bool graphs() const { return graphs_; }
   void use_graphs(bool use) { graphs_ = use; }
   int64_t replays() const { return replays_; }
-  // Argmax of the wanted rows.
-  std::vector<int32_t> choices(const BatchRows& rows);
+  // Choices and rounds draw by this rule, which stays the caller's, until they are told otherwise; null: they take the argmax.
+  void draw_by(const Sampling* sampling) { sampling_ = sampling; }
+  // The choice of each wanted row; `histories`: of the same rows, asked for while tokens are drawn.
+  std::vector<int32_t> choices(const BatchRows& rows, const std::vector<History>& histories = {});
 
  private:
   static constexpr int64_t kPageRows = 16;
@@ -161,6 +172,8 @@ class DeviceSession {
   void push_tap(const TapRecord& record, const Order& order, int64_t kept, const TapSink& taps);
 
   void launch_round(const Round& round);
+  Draws upload_draws(const std::vector<History>& histories, int64_t history_max);
+  static void check_draws(int32_t status);
 
   const float* run_layers(const Plan& plan, const Order* order, const TapSink& taps);
   void attention(const Plan& plan, const Order* order, int64_t layer, const float* cos, const float* sin, float* residual, const TapSink& taps);
@@ -196,7 +209,10 @@ class DeviceSession {
   std::map<std::pair<std::vector<int64_t>, std::vector<std::string>>, Recorded> forwards_;  // by shape and taps
   std::vector<TapRecord> taps_;  // of the last forward pass
   int64_t replays_ = 0;
+  const Sampling* sampling_ = nullptr;
 };
+
+DrawRule draw_rule(const Sampling& sampling);
 
 void generate(DeviceSession& session, const paritree_generate_args& args);
 
