@@ -18,7 +18,7 @@ from campaigns.case import Case, CaseError, SessionCase, case_id, from_json, to_
 from campaigns.discover import batch_strategy, diet_of
 from campaigns.fingerprint import Fingerprint
 from campaigns.isolation import Deadline, Supervisor
-from campaigns.reduce import cost, reduced
+from campaigns.reduce import nodes_of, reduced
 from campaigns.shrink import shrunk
 from campaigns.starts import starts
 from campaigns.trial import Bench, patience, takes_views
@@ -129,20 +129,20 @@ def minimum(
                 best, _ = shrunk(best, strategy, [choices], checker.fails, left() / 3, SHRINK_CHECKS_MAX)
             return reduced(best, checker.fails, guilty=wanted.guilty, rung=wanted.rung, checks_max=checks_left(), seconds=left())[0]
 
-        if checker.fails(case):
+        if any(checker.failure((), case) is not None for _ in range(RUNS if wanted.verdict == "FLAKY" else 1)):
             needed: list[Case] = []
             best = smaller(case)
             if checker.failure((), best, fresh=True) is None and checker.tries == 1 and not checker.always_fresh:
                 checker.always_fresh = True  # that minimum hangs on what ran before; now each check is by itself
                 best = smaller(case) if checker.fails(case) else case
         elif earlier and checker.fails_after(earlier, case):
-            needed = list(earlier)
-            best = next((one for one in starts(case, wanted.rung) if cost(one) < cost(case) and checker.fails(one)), case)
-            if best is not case:
-                needed, best = [], smaller(best)
+            most = histories.total_nodes(earlier, case)
+            alone = next((one for one in starts(case, wanted.rung) if nodes_of(one) <= most and checker.fails(one)), None)
+            if alone is not None:  # one case that needs no other is the better one
+                needed, best = [], smaller(alone)
             else:
                 needed, best, _ = histories.small(
-                    needed, case, checker.fails_after, guilty=wanted.guilty, rung=wanted.rung, checks_max=checks_left(), seconds=left()
+                    earlier, case, checker.fails_after, guilty=wanted.guilty, rung=wanted.rung, checks_max=checks_left(), seconds=left()
                 )
         else:
             return None

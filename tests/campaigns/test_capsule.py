@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from campaigns import capsule, fingerprint
+from campaigns import capsule, fingerprint, hazards
+from campaigns import repro as repro_program
 from campaigns.capsule import ARRAYS, CASE, PROGRAM, README, REPRO, Capsule, CapsuleError
 from campaigns.case import Case, GenerateCase, OpCase, SessionCase, TreeCase
-from campaigns.isolation import InProcess
+from campaigns.isolation import InProcess, Supervisor
 from campaigns.repro_cpp import ELEMENTS_MAX, program
 from campaigns.trial import Bench
 from impls import blocked
@@ -26,11 +30,11 @@ ROOT = HERE.parent.parent
 FAILS, PASSES, DAMAGED, NOT_LOADABLE = 1, 0, 2, 4
 
 
-def written(folder: Path, plant: str, case: Case) -> Capsule:
+def written(folder: Path, plant: str, case: Case, runs: int = 1) -> Capsule:
     bench = Bench(InProcess(blocked.engine(plant)))
     found = fingerprint.first(f"blocked:{plant}", list(bench.outcome(case).judgements))
     assert found is not None, f"{plant} does not show itself on {case}"
-    capsule.write(folder, f"blocked:{plant}", bench, case, found[1], finding_id="F-1")
+    capsule.write(folder, f"blocked:{plant}", bench, case, found[1], finding_id="F-1", runs=runs)
     return capsule.read(folder)
 
 
@@ -47,6 +51,11 @@ CASES = {  # a plant, and a case of each kind that shows it
     "Z22": SessionCase("tiny", (), 0, "ordinary", ((2, 0),), ((((0, 0), (1, 1)),),)),
     "Z09": SessionCase("tiny", (), 0, "large-scores", ((1, 0),), ()),
     "Z18": SessionCase("tiny", (), 0, "ordinary", ((3, 1),), (), generate=GenerateCase("noisy", 0, 100, -1, 3, 3, 6, -1)),
+    # an answer of the wrong shape; an input laid out column by column; drafts of a history that was never emitted
+    "E08": SessionCase("tiny", (), 0, "ordinary", ((1, 0),), (), hazards=("orphan",)),
+    "Z40": OpCase("best_first_tree", (("K", 2), ("L", 2)), (("budget", 1), ("root", 0)), "lattice", 1, ("views",)),
+    "C08": SessionCase("tiny", (), 0, "ordinary", ((1, 0),), (), generate=GenerateCase("chain", 0, 50, -1, 1, 1, 2, -1)),
+    "stray-write": OpCase("add", (("N", 3), ("T", 1)), (), "ordinary", 0, ("guard",)),
 }
 
 
@@ -161,8 +170,6 @@ def has_compiler() -> bool:
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 def test_a_c_abi_engine_gets_a_c_plus_plus_program_and_a_ctypes_repro(tmp_path: Path) -> None:
-    from campaigns.isolation import Supervisor
-
     folder = tmp_path / "F-1"
     case = OpCase("tree_mask", (("M", 3),), (("prefix_len", 0),), "ordinary", 3)
     with Supervisor("native:position-index", deadline_s=60.0) as supervisor:
@@ -189,8 +196,6 @@ def test_a_c_abi_engine_gets_a_c_plus_plus_program_and_a_ctypes_repro(tmp_path: 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 def test_a_session_of_a_c_abi_engine_is_run_by_ctypes(tmp_path: Path) -> None:
-    from campaigns.isolation import Supervisor
-
     for plant, case in (("compact-first", CASES["Z22"]), ("bonus-parent", CASES["Z18"])):
         folder = tmp_path / plant
         with Supervisor(f"native:{plant}", deadline_s=60.0) as supervisor:
@@ -205,8 +210,6 @@ def test_a_session_of_a_c_abi_engine_is_run_by_ctypes(tmp_path: Path) -> None:
 
 
 def test_inputs_too_long_for_a_source_are_left_to_repro_py() -> None:
-    import numpy as np
-
     call = OpCall("add", {"a": np.zeros(ELEMENTS_MAX + 1, np.float32)}, {}, {"out": ((1,), "float32")})
     assert "use repro.py" in program(call, Judgement(Verdict.DEFECT, "N1", "add", "out", "ops"), "x.so")
 
@@ -233,3 +236,67 @@ def test_a_hang_is_seen_again_by_repro(tmp_path: Path) -> None:
     again = repro(folder, "--engine", "sleeper:Engine", "--timeout", "3", path=str(tmp_path))
     assert again.returncode == FAILS
     assert "no answer within 3 s" in again.stdout
+
+
+def in_a_worker(folder: Path, engine: str, case: Case, wanted: Verdict, **more: Any) -> None:
+    """The capsule of a case that ends its process, or needs one in which nothing else has run."""
+    with Supervisor(engine, deadline_s=60.0) as supervisor:
+        bench = Bench(supervisor)
+        for one in more.get("earlier", ()):
+            bench.outcome(one)
+        found = fingerprint.first(engine, list(bench.outcome(case).judgements))
+        assert found is not None and found[1].verdict == wanted
+        supervisor.restart()
+        capsule.write(folder, engine, bench, case, found[1], finding_id="F-1", **more)
+
+
+def test_an_engine_that_exits_without_a_word_is_seen_again_by_repro(tmp_path: Path) -> None:
+    """Exit status 0 and no message: the child has not told that it came to an end."""
+    folder = tmp_path / "F-1"
+    in_a_worker(folder, "blocked:exits", SessionCase("tiny", (), 0, "ordinary", ((2, 0), (2, 1)), ()), Verdict.CRASHED)
+    again = repro(folder)
+    assert again.returncode == FAILS, again.stdout + again.stderr
+    assert "exit status 0, without an answer" in again.stdout
+    honest = repro(folder, "--engine", "impls.blocked:BlockedEngine")
+    assert honest.returncode == PASSES, honest.stdout + honest.stderr
+
+
+def test_repro_runs_the_earlier_cases_in_one_engine_and_in_order(tmp_path: Path) -> None:
+    """The plant routes each batch by the ids of the one before: alone the case is right."""
+    folder = tmp_path / "F-1"
+    case = SessionCase("tiny", (), 0, "ordinary", ((3, 0),), ())
+    earlier = (TreeCase(2, 1, 2, 0, 1, 0, 0, 0, 0), SessionCase("tiny", (), 0, "ordinary", ((3, 5),), ()))
+    in_a_worker(folder, "blocked:F18", case, Verdict.DEFECT, earlier=earlier)
+    made = capsule.read(folder)
+    assert (made.case, made.earlier) == (case, earlier)
+    assert "only after 2 earlier cases" in (folder / README).read_text()
+    again = repro(folder)
+    assert again.returncode == FAILS, again.stdout + again.stderr
+    plan = json.loads(json.dumps(made.plan))
+    assert [len(block["steps"]) > 0 for block in plan["earlier"]] == [True, True]
+    assert plan["earlier"][1]["weights"] == plan["weights"]  # one session for both, as in the worker
+    honest = repro(folder, "--engine", "impls.blocked:BlockedEngine")
+    assert honest.returncode == PASSES, honest.stdout + honest.stderr
+
+
+def test_repro_counts_how_often_a_finding_shows(tmp_path: Path) -> None:
+    folder = tmp_path / "F-1"
+    made = written(folder, "Z09", CASES["Z09"], runs=4)
+    assert made.plan["runs"] == 4
+    again = repro(folder)
+    assert again.returncode == FAILS
+    assert "fails again: 4 of 4 runs" in again.stdout
+    honest = repro(folder, "--engine", "impls.blocked:BlockedEngine")
+    assert honest.returncode == PASSES
+    assert "does not fail: 0 of 4 runs" in honest.stdout
+
+
+def test_repro_lays_inputs_out_as_the_worker_does() -> None:
+    """Strides, alignment and the page behind: the layout is the condition under which some engines fail."""
+    source = np.arange(12, dtype=np.float32).reshape(3, 4)
+    for names in ((), ("views",), ("fence",), ("poison",), ("views", "poison")):
+        for index in range(3):
+            ours, theirs = hazards.placed(source, frozenset(names), index), repro_program.placed(source, set(names), index)
+            assert ours.strides == theirs.strides
+            assert np.array_equal(ours, theirs)
+            assert not theirs.flags.writeable

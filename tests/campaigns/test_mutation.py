@@ -95,14 +95,25 @@ def test_a_nightly_sample_goes_on_where_the_last_one_ended(tmp_path: Path, measu
 
 # ---- decoys: two bugs in one engine --------------------------------------------------------------------------------------------------
 
-DECOYS = [("Z33", "Z34"), ("tree01", "Z15"), ("Z35", "G13"), ("top-k-last", "Z29"), ("Z20", "F10"), ("parent-off", "Z18")]
+DECOYS = [
+    ("Z33", "Z34"), ("tree01", "C03"), ("Z35", "G13"), ("top-k-last", "Z29"), ("Z20", "F10"), ("parent-off", "Z18"), ("Z16", "Z14"), ("tree18", "F17"),
+]  # fmt: skip
+DECOYS_IN_SESSIONS = [("E11", "F24"), ("D14", "Z04"), ("Z29", "Z22"), ("F24", "Z23")]
+OPS_AND_TREES = (("op", 0.7), ("tree", 0.3))
 
 
-@pytest.mark.parametrize(("first", "second"), DECOYS)
-def test_each_of_two_bugs_is_minimised_to_its_own_place(first: str, second: str) -> None:
-    """No slippage: a minimum that fails for the other bug would name the other bug's place."""
-    engine = BlockedEngine(OVERRIDES[first] | OVERRIDES[second], name="decoy")
-    bench = Bench(InProcess(engine))
+def minimised_apart(first: str, second: str, mix: tuple[tuple[str, float], ...], trials: int, checks_max: int, each: int = 2) -> set[str]:
+    """The plants whose findings were minimised, each in an engine that has both. No slippage: the smallest case fails in the same place in the
+    engine that has that plant alone, and not in the one that has only the other."""
+    engines = {
+        name: Bench(InProcess(BlockedEngine(overrides, name="decoy")))
+        for name, overrides in ((first, OVERRIDES[first]), (second, OVERRIDES[second]), ("both", OVERRIDES[first] | OVERRIDES[second]))
+    }
+
+    def failure(name: str, case: Case) -> Fingerprint | None:
+        found = fingerprint.first("decoy", list(engines[name].outcome(case).judgements))
+        return None if found is None else found[0]
+
     met: dict[Fingerprint, Case] = {}
 
     def is_new(outcome: Outcome) -> bool:
@@ -111,24 +122,35 @@ def test_each_of_two_bugs_is_minimised_to_its_own_place(first: str, second: str)
             met.setdefault(found[0], outcome.case)
         return False
 
-    diet = dataclasses.replace(diet_of(engine.describe(), hazards=False), sessions=False, mix=(("op", 0.7), ("tree", 0.3)))
-    discovery = Discovery(diet, 5, bench.outcomes, is_new, trials_expected=10_000)
-    while discovery.trials < 800:
+    kinds = {kind for kind, _ in mix}
+    diet = diet_of(engines["both"].worker.description, hazards=False)
+    diet = dataclasses.replace(diet, sessions="session" in kinds, loops=False, relations=("",), mix=mix)
+    discovery = Discovery(diet, 5, engines["both"].outcomes, is_new, trials_expected=10_000)
+    while discovery.trials < trials:
         discovery.step()
-    places = [set(PLANTS[name].expected_ops) for name in (first, second)]
-    assert all(any(wanted.guilty in place for wanted in met) for place in places), list(met)
-    for wanted, case in random.Random(0).sample(sorted(met.items()), min(3, len(met))):
+    minimised: set[str] = set()
+    for plant, other in ((first, second), (second, first)):
+        own = [wanted for wanted in sorted(met) if wanted.guilty in PLANTS[plant].expected_ops and failure(other, met[wanted]) != wanted]
+        for wanted in random.Random(0).sample(own, min(each, len(own))):
+            smallest, checks = reduced(
+                met[wanted], lambda one, wanted=wanted: failure("both", one) == wanted, guilty=wanted.guilty, rung=wanted.rung, checks_max=checks_max
+            )  # fmt: skip
+            assert checks <= checks_max
+            assert failure("both", smallest) == failure(plant, smallest) == wanted
+            assert failure(other, smallest) != wanted
+            assert nodes_of(smallest) <= nodes_of(met[wanted])
+            minimised.add(plant)
+    return minimised
 
-        def fails(one: Case, wanted: Fingerprint = wanted) -> bool:
-            found = fingerprint.first("decoy", list(bench.outcome(one).judgements))
-            return found is not None and found[0] == wanted
 
-        smallest, checks = reduced(case, fails, guilty=wanted.guilty, checks_max=80)
-        found = fingerprint.first("decoy", list(bench.outcome(smallest).judgements))
-        assert found is not None
-        assert found[0] == wanted
-        assert checks <= 80
-        assert nodes_of(smallest) <= nodes_of(case)
+@pytest.mark.parametrize(("first", "second"), DECOYS)
+def test_each_of_two_bugs_is_minimised_to_its_own_place(first: str, second: str) -> None:
+    assert minimised_apart(first, second, OPS_AND_TREES, 800, 80) == {first, second}
+
+
+@pytest.mark.parametrize(("first", "second"), DECOYS_IN_SESSIONS)
+def test_each_of_two_bugs_in_sessions_is_minimised_to_its_own_place(first: str, second: str) -> None:
+    assert minimised_apart(first, second, (("session", 1.0),), 16, 24, each=1) == {first, second}
 
 
 def test_a_record_is_one_line_of_json(tmp_path: Path, measured: list[str]) -> None:
