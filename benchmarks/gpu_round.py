@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -192,7 +193,7 @@ def timed(torch: Any, call: Callable[[], Any], rewind: Callable[[], None], repea
         stop.synchronize()
         if number >= 3:
             spans.append(start.elapsed_time(stop) * 1e3)
-    return statistics.median(spans)
+    return float(statistics.median(spans))
 
 
 def agreement(tree: Tree, argmax: NDArray[Any], gap: NDArray[Any]) -> dict[str, Any]:
@@ -205,67 +206,65 @@ def agreement(tree: Tree, argmax: NDArray[Any], gap: NDArray[Any]) -> dict[str, 
     }
 
 
-def measured(
-    path: str, models: Sequence[str], precisions: Sequence[str], log: Callable[[str], None], *, profile: bool = False
-) -> list[dict[str, Any]]:
-    """One row for each model, precision, prefix and number of tree rows."""
-    import torch
+Log = Callable[[str], None]
+Found = dict[tuple[int, int], tuple[dict[str, Any], Tree]]  # (prefix, rows) -> the row of the report, the tree
 
+
+def measured(path: str, models: Sequence[str], precisions: Sequence[str], log: Log, *, profile: bool = False) -> list[dict[str, Any]]:
+    """One row for each model, precision, prefix and number of tree rows."""
     table: list[dict[str, Any]] = []
     for model in models:
         config = MODELS[model]
         weights = random_weights(config, 1)
         prefixes = {length: philox("prefix", length).integers(0, config.vocab, length).astype(np.int32) for length in PREFIXES}
         for precision in precisions:
-            ours = Ours(path, precision, config, weights)
-            found: dict[tuple[int, int], tuple[dict[str, Any], Tree]] = {}
-            for length, prefix in prefixes.items():
-                ours.prefill(length, prefix)
-                for rows in ROWS:
-                    root = int(prefix[-1])
-                    plain, tree = ours.round(length, root, rows, graph=False)
-                    graph, again = ours.round(length, root, rows, graph=True)
-                    same = all(np.array_equal(getattr(tree, name), getattr(again, name)) for name in ("tokens", "parents", "targets"))
-                    row = {
-                        "model": model,
-                        "precision": precision,
-                        "prefix": length,
-                        "rows": rows,
-                        "plain": plain,
-                        "graph": graph,
-                        "same": same,
-                    }
-                    found[length, rows] = row, tree
-                    log(f"{model} {precision} prefix {length} rows {rows}: plain {plain}  graph {graph}  equal {same}")
-                    if profile and rows in (1, 64):
-                        kernels(torch, lambda n=rows, at=length, first=root: ours.round(at, first, n, graph=False, repeats=10), log)  # type: ignore[misc]
-            ours.close()
-            del ours
-            gc.collect()
+            found = our_rounds(Ours(path, precision, config, weights), prefixes, log, profile)
             for experts in EXPERTS:
                 try:
-                    theirs = Theirs(config, weights, precision, experts)
+                    add_peer(Theirs(config, weights, precision, experts), experts, prefixes, found, log, profile)
                 except Exception as problem:
                     log(f"transformers {experts}: {type(problem).__name__}: {problem}"[:300])
-                    continue
-                for (length, rows), (row, tree) in found.items():
-                    try:
-                        peer = theirs.round(prefixes[length], tree)
-                        peer |= agreement(tree, peer.pop("argmax"), peer.pop("gap"))
-                    except Exception as problem:
-                        peer = {"failure": f"{type(problem).__name__}: {problem}"[:300]}
-                    row.setdefault("transformers", {})[experts] = peer
-                    log(f"{model} {precision} prefix {length} rows {rows}: transformers {experts} {peer}")
-                    if profile and rows == 64 and length == PREFIXES[-1]:
-                        kernels(torch, lambda at=length, t=tree, m=theirs: m.round(prefixes[at], t), log)  # type: ignore[misc]
-                del theirs
-                gc.collect()
-                torch.cuda.empty_cache()
-            table += [row for row, _ in found.values()]
-    for row in table:
-        row["ratio"] = ratio(row)
-        row["rows_per_second"] = round(1e6 * row["rows"] / row["graph"]["device_us"])
+            for row, _ in found.values():
+                row |= {"model": model, "precision": precision, "ratio": ratio(row)}
+                row["rows_per_second"] = round(1e6 * row["rows"] / row["graph"]["device_us"])
+                log(f"{model} {precision} prefix {row['prefix']} rows {row['rows']}: ratio {row['ratio']}")
+                table.append(row)
     return table
+
+
+def our_rounds(ours: Ours, prefixes: dict[int, NDArray[np.int32]], log: Log, profile: bool) -> Found:
+    found: Found = {}
+    for length, prefix in prefixes.items():
+        ours.prefill(length, prefix)
+        root = int(prefix[-1])
+        for rows in ROWS:
+            plain, tree = ours.round(length, root, rows, graph=False)
+            graph, again = ours.round(length, root, rows, graph=True)
+            same = all(np.array_equal(getattr(tree, name), getattr(again, name)) for name in ("tokens", "parents", "targets"))
+            found[length, rows] = {"prefix": length, "rows": rows, "plain": plain, "graph": graph, "same": same}, tree
+            log(f"ours, prefix {length} rows {rows}: plain {plain}  graph {graph}  equal {same}")
+            if profile and rows != 16:
+                kernels(partial(ours.round, length, root, rows, graph=False, repeats=10), log)
+    ours.close()
+    return found
+
+
+def add_peer(theirs: Theirs, experts: str, prefixes: dict[int, NDArray[np.int32]], found: Found, log: Log, profile: bool) -> None:
+    import torch
+
+    for (length, rows), (row, tree) in found.items():
+        try:
+            peer = theirs.round(prefixes[length], tree)
+            peer |= agreement(tree, peer.pop("argmax"), peer.pop("gap"))
+        except Exception as problem:
+            peer = {"failure": f"{type(problem).__name__}: {problem}"[:300]}
+        row.setdefault("transformers", {})[experts] = peer
+        log(f"transformers {experts}, prefix {length} rows {rows}: {peer}")
+        if profile and rows == ROWS[-1] and length == PREFIXES[-1]:
+            kernels(partial(theirs.round, prefixes[length], tree), log)
+    del theirs
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def ratio(row: dict[str, Any]) -> float | None:
@@ -274,8 +273,10 @@ def ratio(row: dict[str, Any]) -> float | None:
     return round(min(best) / row["graph"]["device_us"], 2) if best else None
 
 
-def kernels(torch: Any, call: Callable[[], Any], log: Callable[[str], None]) -> None:
+def kernels(call: Callable[[], Any], log: Log) -> None:
     """Device time by kernel, the largest first."""
+    import torch
+
     try:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             call()
