@@ -29,10 +29,10 @@ def audit_cases(description: Description) -> list[OpCase]:
     """The probes that an engine's description allows; none where it runs no single operation."""
     ops = [op for op in OPS if "run_op" in description.capabilities and (not description.ops or op in description.ops)]
     cases = [probe(op, terms) for op in ops for terms in TERMS]
-    block = height_block(description.profile.height)
-    if block is not None:
-        terms = min(HEIGHT_TERMS_MAX, 4 * block)
-        cases += [OpCase(op, _pairs(op, LEAVES * (terms - 1), terms, 1), _params(op), HEIGHT, 0) for op in ops if terms > 2]
+    for op in ops:
+        block = height_block(description.profile.at(op).height)
+        if block is not None and (terms := min(HEIGHT_TERMS_MAX, 4 * block)) > 2:
+            cases.append(OpCase(op, _pairs(op, LEAVES * (terms - 1), terms, 1), _params(op), HEIGHT, 0))
     return cases
 
 

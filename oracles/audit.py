@@ -29,6 +29,7 @@ FORMATS = {"TF32": 10, "TF32, truncated": -10, "bfloat16": 7, "bfloat16, truncat
 def judge_precision(call: OpCall, outputs: Mapping[str, NDArray[Any]], profile: Profile) -> list[Judgement]:
     """The outputs of a probe of precision against its exact results. Raises KeyError for an operation without probes."""
     left, right = _operands(call)
+    profile = profile.at(call.op)
     found = outputs["out"].reshape(len(left), -1)
     exact = left @ right  # at most two terms of 24 + 1 bits each: float64 holds product and sum
     terms = (left != 0).astype(np.float64) @ (right != 0).astype(np.float64)
@@ -76,6 +77,7 @@ def rounded(values: Wide, bits: int) -> Wide:
 def judge_height(call: OpCall, outputs: Mapping[str, NDArray[Any]], profile: Profile) -> list[Judgement]:
     """How deep in the tree of additions a term lies, against the declared height."""
     left, _ = _operands(call)
+    profile = profile.at(call.op)
     found = outputs["out"].reshape(len(left), -1)[:, 0].astype(np.float64)
     terms = left.shape[1]
     place: dict[str, Any] = {"op": call.op, "tap": "height", "rung": "ops", "checked": len(left)}

@@ -39,11 +39,12 @@ class Arithmetic:
     """
 
     __slots__ = (
-        "angle", "angle_per_pair", "any_tie", "block", "div", "eta", "exp", "exp2_folding", "float32_scores", "input_growth", "log", "online", "output", "real", "rsqrt", "statistics",
-        "tanh", "unit",
+        "angle", "angle_per_pair", "any_tie", "block", "div", "eta", "exp", "exp2_folding", "float32_scores", "input_growth", "log", "online", "output", "profile", "real", "rsqrt",
+        "statistics", "tanh", "unit",
     )  # fmt: skip
 
     def __init__(self, profile: Profile, statistics: bool = False, real: bool = False) -> None:
+        self.profile = profile
         self.unit = profile.u_accumulate
         self.input_growth = (1 + profile.u_input) ** 2 - 1
         # results are handed over as float32: a wider accumulator still rounds once on the way out
@@ -64,6 +65,15 @@ class Arithmetic:
         self.real = real
         self.block = height_block(profile.height)
 
+    def at(self, *names: str) -> Arithmetic:
+        """Of one operation: `names` as in Profile.at, the tap before its operation."""
+        return arithmetic(self.profile.at(*names), self.statistics, self.real) if self.profile.per_op else self
+
+    @property
+    def widest(self) -> Arithmetic:
+        """Of operations that an engine may have joined or split otherwise."""
+        return arithmetic(self.profile.widest, self.statistics, self.real) if self.profile.per_op else self
+
     def gamma(self, roundings: Any) -> Any:
         """k u / (1 - k u). Raises ValueError where so many roundings have no bound."""
         error = roundings * self.unit
@@ -78,7 +88,7 @@ class Arithmetic:
         return min(terms, 1 + min(terms - 1, self.block + max(0, math.ceil(math.log2(terms / self.block)))))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def arithmetic(profile: Profile, statistics: bool = False, real: bool = False) -> Arithmetic:
     return Arithmetic(profile, statistics, real)
 

@@ -67,7 +67,7 @@ def _position(
         cos, sin = (table.astype(np.float64) for table in model.rotary.tables(np.array([position])))
         if name == "q_rope":
             cos, sin = cos[:, None], sin[:, None]
-        ball = rope.bound(turned, cos, sin, c.rope_layout == "half", walked.arithmetic)
+        ball = rope.bound(turned, cos, sin, c.rope_layout == "half", walked.arithmetic.at("rope"))
         if within(found, ball):
             due = int(history.position[row])
             what = ", which is its cache slot," if position == slot else ""
@@ -148,7 +148,7 @@ def _scores_of(walked: Walked, row: int) -> Ball:
     """[1, H, T]: the scores of one row against every key ever written."""
     query = concatenate([walked.seen("q_absorb")[row : row + 1], walked.seen("q_rope")[row : row + 1]], -1)
     keys = concatenate([walked.seen("latent"), walked.seen("k_rope")], -1)
-    return scores.bound(query, keys, walked.model.scale, walked.arithmetic)
+    return scores.bound(query, keys, walked.model.scale, walked.arithmetic.at("scores"))
 
 
 def _visibility(
@@ -168,7 +168,7 @@ def _explains(walked: Walked, name: str, layer: int, values: NDArray[Any], row: 
     """Whether the tap's row is what it would be if the row looked at `keys`, and not at those that it must see."""
     if not len(keys) or np.array_equal(np.sort(keys), np.flatnonzero(walked.history.visible[row])):
         return False
-    a, matrices = walked.arithmetic, walked.model.matrices
+    a, matrices = walked.arithmetic.widest, walked.model.matrices
     weights = softmax.bound(_scores_of(walked, row)[:, :, keys], np.ones((1, 1, len(keys)), np.bool_), a)
     ball = o_latent.bound(weights, walked.seen("latent")[keys], len(keys), a)
     if name != "o_latent":

@@ -39,7 +39,7 @@ def judge_op(
     if malformed:
         return malformed
     with np.errstate(all="ignore"):  # operands may be anything; classes of numbers are told apart where they are compared
-        expected = expect(call.inputs, call.params, outputs, arithmetic(profile, statistics))
+        expected = expect(call.inputs, call.params, outputs, arithmetic(profile.at(call.op), statistics))
         judged = []
         for name, expectation in expected.items():
             judgement = judge_expected(outputs[name], expectation, op=call.op, tap=_label(tap, name, call), rung=rung, step=step)

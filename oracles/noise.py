@@ -138,7 +138,7 @@ class _Drawn:
         self.count = max(self.count, count)
 
     def noise(self) -> Noise:
-        profile, rows = self.profile, self.rows
+        profile, rows = self.profile.widest, self.rows
         bound = _bound(self._reference, self._square / self.count, profile)
         if self.log_probs:
             # log sum exp: exp and log of the profile, a sum in any order (its standard error), |log Z| <= largest logit + log V

@@ -89,19 +89,23 @@ def _walk(
 ) -> Ball:  # fmt: skip
     c, last = model.config, model.config.layers
     cos, sin = (table.astype(np.float64) for table in model.rotary.tables(position))
-    table = None if model.carried else rope.table_radius(position[:, None] * model.frequencies, model.table_factor, a)
+    table = None if model.carried else rope.table_radius(position[:, None] * model.frequencies, model.table_factor, a.at("rope"))
     if c.window:
         visible = visible & in_window(position, position, c.window)
-    x = taps.meet("embed", -1, row_ball(model.embed[token], a))
+    x = taps.meet("embed", -1, row_ball(model.embed[token], a.at("embed")))
     for layer in range(last):
-        h = taps.meet("attn_norm", layer, rms_norm.bound(x, model.matrices.vector(f"{layer}.attn_norm"), model.eps, a))
+        h = taps.meet(
+            "attn_norm", layer, rms_norm.bound(x, model.matrices.vector(f"{layer}.attn_norm"), model.eps, a.at("attn_norm", "rms_norm"))
+        )
         out = attention(model, layer, h, cos, sin, visible, taps, a, table)
-        x = taps.meet("attn_residual", layer, add.bound(x, out, a))
-        h = taps.meet("ffn_norm", layer, rms_norm.bound(x, model.matrices.vector(f"{layer}.ffn_norm"), model.eps, a))
+        x = taps.meet("attn_residual", layer, add.bound(x, out, a.at("attn_residual", "add")))
+        h = taps.meet(
+            "ffn_norm", layer, rms_norm.bound(x, model.matrices.vector(f"{layer}.ffn_norm"), model.eps, a.at("ffn_norm", "rms_norm"))
+        )
         block = feed_forward(model, layer, h, "", taps, a) if c.is_dense(layer) else sparse(model, layer, h, taps, a)
-        x = taps.meet("ffn_residual", layer, add.bound(x, taps.meet("ffn_out", layer, block), a))
-    h = taps.meet("final_norm", last, rms_norm.bound(x, model.matrices.vector("norm"), model.eps, a))
-    return taps.meet("logits", last, model.matrices.head(h[wanted], a))
+        x = taps.meet("ffn_residual", layer, add.bound(x, taps.meet("ffn_out", layer, block), a.at("ffn_residual", "add")))
+    h = taps.meet("final_norm", last, rms_norm.bound(x, model.matrices.vector("norm"), model.eps, a.at("final_norm", "rms_norm")))
+    return taps.meet("logits", last, model.matrices.head(h[wanted], a.at("logits", "matmul")))
 
 
 def attention(
@@ -110,40 +114,43 @@ def attention(
 ) -> Ball:  # fmt: skip
     c, rows, matrices, at = model.config, h.mid.shape[0], model.matrices, f"{layer}."
 
-    def biased(x: Ball, name: str) -> Ball:
-        return matrices.product(x, at + name, a, f"{at}{name}_bias" if c.attention_bias else "")
+    def biased(x: Ball, name: str, tap: str = "") -> Ball:
+        return matrices.product(x, at + name, a.at(tap or name, "matmul"), f"{at}{name}_bias" if c.attention_bias else "")
 
     def meet(name: str, predicted: Ball) -> Ball:
         return taps.meet(name, layer, predicted)
 
     if c.q_rank:
         q = meet("q_a", biased(h, "q_a"))
-        q = meet("q_a_norm", rms_norm.bound(q, matrices.vector(at + "q_a_norm"), model.latent_eps, a))
-        q = matrices.product(q, at + "q_b", a)
+        q = meet("q_a_norm", rms_norm.bound(q, matrices.vector(at + "q_a_norm"), model.latent_eps, a.at("q_a_norm", "rms_norm")))
+        q = matrices.product(q, at + "q_b", a.at("q", "matmul"))
     else:
         q = biased(h, "q")
     q = meet("q", q.reshape(rows, c.heads, c.nope_dim + c.rope_dim))
     kv = meet("kv_a", biased(h, "kv_a"))
-    normed = rms_norm.bound(kv[:, : c.kv_rank], matrices.vector(at + "kv_a_norm"), model.latent_eps, a)
+    normed = rms_norm.bound(kv[:, : c.kv_rank], matrices.vector(at + "kv_a_norm"), model.latent_eps, a.at("latent", "rms_norm"))
     latent = meet("latent", rounded(normed, c.cache_format))
     half = c.rope_layout == "half"
     q_rope = meet(
-        "q_rope", rope.bound(q[..., c.nope_dim :], cos[:, None], sin[:, None], half, a, None if table is None else table[:, None])
+        "q_rope",
+        rope.bound(
+            q[..., c.nope_dim :], cos[:, None], sin[:, None], half, a.at("q_rope", "rope"), None if table is None else table[:, None]
+        ),
     )
-    k_rope = meet("k_rope", rounded(rope.bound(kv[:, c.kv_rank :], cos, sin, half, a, table), c.cache_format))
+    k_rope = meet("k_rope", rounded(rope.bound(kv[:, c.kv_rank :], cos, sin, half, a.at("k_rope", "rope"), table), c.cache_format))
     q_nope = q[..., : c.nope_dim]
-    absorbed = meet("q_absorb", matrices.heads(q_nope, at + "w_kc", a))
-    own = scores.bound(concatenate([absorbed, q_rope], -1), concatenate([latent, k_rope], -1), model.scale, a)
+    absorbed = meet("q_absorb", matrices.heads(q_nope, at + "w_kc", a.at("q_absorb")))
+    own = scores.bound(concatenate([absorbed, q_rope], -1), concatenate([latent, k_rope], -1), model.scale, a.at("scores"))
     if not taps.has("q_absorb", layer):
-        own = expanded_scores(own, q_nope, q_rope, latent, k_rope, matrices.whole(at + "w_kc"), model.scale, a)
+        own = expanded_scores(own, q_nope, q_rope, latent, k_rope, matrices.whole(at + "w_kc"), model.scale, a.widest)
     own = meet("scores", own)
-    probs = meet("probs", softmax.bound(own, visible[:, None], a))
-    values = meet("o_latent", o_latent.bound(probs, latent, visible.sum(-1)[:, None, None], a))
-    heads = matrices.heads(values, at + "w_vc", a)
+    probs = meet("probs", softmax.bound(own, visible[:, None], a.at("probs", "softmax")))
+    values = meet("o_latent", o_latent.bound(probs, latent, visible.sum(-1)[:, None, None], a.at("o_latent")))
+    heads = matrices.heads(values, at + "w_vc", a.at("o_heads"))
     if not taps.has("o_latent", layer):
-        heads = expanded_values(heads, probs, latent, matrices.whole(at + "w_vc"), a)
+        heads = expanded_values(heads, probs, latent, matrices.whole(at + "w_vc"), a.widest)
     heads = meet("o_heads", heads)
-    return meet("attn_out", biased(heads.reshape(rows, -1), "o"))
+    return meet("attn_out", biased(heads.reshape(rows, -1), "o", "attn_out"))
 
 
 def rounded(x: Ball, cache_format: str) -> Ball:
@@ -184,9 +191,10 @@ def feed_forward(model: JudgeModel, layer: int, h: Ball, prefix: str, taps: Taps
     """down(silu(gate) * up); its last tap is the caller's, because a dense layer calls it `ffn_out`."""
 
     matrices, at = model.matrices, f"{layer}.{prefix}"
-    gate = taps.meet(prefix + "gate", layer, matrices.product(h, at + "gate", a))
-    up = taps.meet(prefix + "up", layer, matrices.product(h, at + "up", a))
-    return matrices.product(taps.meet(prefix + "act", layer, swiglu.bound(gate, up, a)), at + "down", a)
+    gate = taps.meet(prefix + "gate", layer, matrices.product(h, at + "gate", a.at(prefix + "gate", "matmul")))
+    up = taps.meet(prefix + "up", layer, matrices.product(h, at + "up", a.at(prefix + "up", "matmul")))
+    act = taps.meet(prefix + "act", layer, swiglu.bound(gate, up, a.at(prefix + "act", "swiglu")))
+    return matrices.product(act, at + "down", a.at("shared_out" if prefix else "ffn_out", "matmul"))
 
 
 def sparse(model: JudgeModel, layer: int, h: Ball, taps: Taps, a: Arithmetic) -> Ball:
@@ -196,17 +204,19 @@ def sparse(model: JudgeModel, layer: int, h: Ball, taps: Taps, a: Arithmetic) ->
     def meet(name: str, predicted: Ball) -> Ball:
         return taps.meet(name, layer, predicted)
 
-    logits = meet("router_logits", matrices.product(h, at + "router", a))
-    chances = meet("router_scores", router_scores.bound(logits, c.scoring == "softmax", a))
+    logits = meet("router_logits", matrices.product(h, at + "router", a.at("router_logits", "matmul")))
+    chances = meet("router_scores", router_scores.bound(logits, c.scoring == "softmax", a.at("router_scores")))
     ids = taps.choose(layer, chances)
-    mix = route_weights(chances, ids, model.routed_scale, c.norm_top_k, model.denominator_eps, a, model.denominator_clamp)
+    mix = route_weights(
+        chances, ids, model.routed_scale, c.norm_top_k, model.denominator_eps, a.at("expert_weights", "route"), model.denominator_clamp
+    )
     mix = meet("expert_weights", mix)
-    gate = meet("expert_gate", matrices.experts(h, at + "expert_gate", ids, a))
-    up = meet("expert_up", matrices.experts(h, at + "expert_up", ids, a))
-    act = meet("expert_act", swiglu.bound(gate, up, a))
-    experts = meet("expert_out", matrices.experts(act, at + "expert_down", ids, a))
+    gate = meet("expert_gate", matrices.experts(h, at + "expert_gate", ids, a.at("expert_gate", "matmul")))
+    up = meet("expert_up", matrices.experts(h, at + "expert_up", ids, a.at("expert_up", "matmul")))
+    act = meet("expert_act", swiglu.bound(gate, up, a.at("expert_act", "swiglu")))
+    experts = meet("expert_out", matrices.experts(act, at + "expert_down", ids, a.at("expert_out", "matmul")))
     shared = meet("shared_out", feed_forward(model, layer, h, "shared_", taps, a)) if c.shared_experts else None
-    return combine.bound(mix, experts, shared, a)
+    return combine.bound(mix, experts, shared, a.at("ffn_out", "combine"))
 
 
 Inputs = Callable[[str, int], tuple[tuple[str, int], ...]]

@@ -136,7 +136,8 @@ class Walked:
             where = np.broadcast_to(rows if where is None else where & rows, predicted.mid.shape)
         rule = RULES.get(name, "N2")
         if rule == "N4" and not (
-            add.one_rounding(self.arithmetic) and all(self.has(*source) for source in inputs_of(self.model.config, name, layer))
+            add.one_rounding(self.arithmetic.at(name, "add"))
+            and all(self.has(*source) for source in inputs_of(self.model.config, name, layer))
         ):
             rule = "N2"
         near = Near(predicted, rule, where)
@@ -197,10 +198,17 @@ class Walked:
         with np.errstate(invalid="ignore", over="ignore"):
             size = np.sqrt(np.mean(np.square(flat), 1))
             share = rad.reshape(len(rad), -1).max(1, initial=0.0)
-            loose = ~(share <= TIGHT * size)
+            # fused attention from inputs that were all given is one operation (tree_attention), not a chain of them
+            loose = ~(share <= (LARGE if self._fused(name, layer) else TIGHT) * size)
             large: NDArray[np.bool_] = ~(share <= LARGE * size)
         self.proven[self.history.wanted[loose] if name == "logits" else loose] = False
         return large
+
+    def _fused(self, name: str, layer: int) -> bool:
+        """Whether `name` is the output of fused attention whose every input was given: probs, or scores and probs, never left it."""
+        if name != "o_latent" or self.has("probs", layer) or not self.has("latent", layer):
+            return False
+        return self.has("scores", layer) or all(self.has(one, layer) for one in ("q_absorb", "q_rope", "k_rope"))
 
     def _unverified(self, judgement: Judgement, name: str, layer: int, count: int, rows: int) -> Judgement:
         region = self._region(name, layer)

@@ -59,6 +59,38 @@ class Profile:
     angle_roundings: float = 0.0  # rotary tables of float32 angles: the angle of pair i is off by (angle_roundings +
     angle_roundings_per_pair: float = 0.0  # angle_roundings_per_pair * i) u, relative. Both 0: the tables are the golden ones (M6)
     ties: str = "lowest"  # among equal router choices: the lower id (N5), or "any" of them
+    per_op: tuple[tuple[str, str, Any], ...] = ()
+    """(operation or tap, field, value): where one operation computes otherwise than the rest, as (("matmul", "u_input", 2.0**-10),) does of an
+    engine whose products alone are TF32. A tap's own entries replace those of its operation."""
+
+    def __post_init__(self) -> None:
+        entries = tuple((str(name), str(field_name), value) for name, field_name, value in self.per_op)
+        object.__setattr__(self, "per_op", entries)  # lists, as they come out of JSON, would not hash
+        known = {item.name for item in dataclasses.fields(self)} - {"name", "per_op"}
+        for name, field_name, _ in entries:
+            if field_name not in known:
+                raise ValueError(f"per_op of {name} has {field_name!r}, but a profile has only {', '.join(sorted(known))}")
+
+    def at(self, *names: str) -> Profile:
+        """The arithmetic of one operation: of the first of `names` (tap, then operation) that `per_op` mentions; else that of all the rest."""
+        for name in names:
+            own = {field_name: value for entry, field_name, value in self.per_op if entry == name}
+            if own:
+                return dataclasses.replace(self, per_op=(), **own)
+        return dataclasses.replace(self, per_op=()) if self.per_op else self
+
+    @property
+    def widest(self) -> Profile:
+        """One arithmetic that covers every operation: the larger of two roundings, the longer of two sums."""
+        out = dataclasses.replace(self, per_op=())
+        for _, field_name, value in self.per_op:
+            before = getattr(out, field_name)
+            if field_name == "height":
+                value = value if before == value else "any"
+            elif isinstance(before, float | bool):
+                value = max(before, value)
+            out = dataclasses.replace(out, **{field_name: value})
+        return out
 
 
 PROFILES: dict[str, Profile] = {

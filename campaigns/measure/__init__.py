@@ -36,7 +36,7 @@ class Measured:
     @property
     def contradictions(self) -> tuple[Line, ...]:
         """Sure lines outside the declared profile."""
-        return tuple(line for line in self.lines if contradicts(line, self.description.profile))
+        return tuple(line for line in self.lines if contradicts(line, self.description.profile.widest))
 
 
 def measure(worker: Worker) -> Measured:

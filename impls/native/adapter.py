@@ -24,6 +24,8 @@ from impls.native import abi, tensors
 from impls.native.session import LibrarySession, Raised
 from spec.config import Config, as_parameters
 from spec.engine import PROFILES, Description, EngineError, Profile, Unsupported
+from spec.ops import OPS
+from spec.taps import all_tap_names
 from spec.weights import EXPERT_STACKS, Provider, WeightError, checked_tensor, is_large, tensor_shape, weight_shapes
 
 CALLS_MAX = 512  # signatures of run_op kept; a fuzzer rarely repeats older ones
@@ -383,7 +385,8 @@ def _profile(path: str, answer: abi.DescriptionStruct) -> Profile:
     base = PROFILES.get(name, Profile(name=name))
     values: dict[str, Any] = dict(tensors.read_parameters(answer.profile))
     block = values.pop("height_block", None)
-    known = {field.name: type(getattr(base, field.name)) for field in dataclasses.fields(Profile) if field.name not in ("name", "height")}
+    known = {f.name: type(getattr(base, f.name)) for f in dataclasses.fields(Profile) if f.name not in ("name", "height", "per_op")}
+    per_op = tuple(_of_operation(path, key, values.pop(key), known) for key in sorted(values) if "." in key)
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise EngineLoadError(
@@ -395,4 +398,18 @@ def _profile(path: str, answer: abi.DescriptionStruct) -> Profile:
     fields: dict[str, Any] = {key: known[key](value) for key, value in values.items()}
     if block is not None:
         fields["height"] = f"blocked:{int(block)}" if block else "any"
-    return dataclasses.replace(base, **fields)
+    return dataclasses.replace(base, **fields, per_op=(*base.per_op, *per_op))
+
+
+def _of_operation(path: str, key: str, value: Any, known: Mapping[str, type]) -> tuple[str, str, Any]:
+    """`matmul.u_input`: a field of one operation or tap."""
+    name, _, field = key.partition(".")
+    if name not in OPS and name not in all_tap_names():
+        raise EngineLoadError(path, f"its profile has {key!r}", f"{name!r} is no operation and no tap", "correct the spelling")
+    if field == "height_block":
+        return name, "height", f"blocked:{int(value)}" if value else "any"
+    if field not in known:
+        raise EngineLoadError(
+            path, f"its profile has {key!r}", f"a profile has only {', '.join(known)} and height_block", "remove it or correct the spelling"
+        )
+    return name, field, known[field](value)
