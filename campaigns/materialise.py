@@ -39,6 +39,7 @@ def op_call(case: OpCase) -> OpCall:
         makers = REFUSALS if case.regime == REFUSED else OPERANDS
         inputs = probe_operands(case) if case.regime in PROBES else makers[case.op](recipe)
         outputs = output_shapes(record, dims, params)
+        _check_shapes(record, dims, params, inputs)
     except KeyError as missing:
         raise CaseError(f"{case.op}: the case lacks the dimension or parameter {missing}") from None
     except (ValueError, IndexError, ZeroDivisionError) as problem:
@@ -87,6 +88,14 @@ def output_shapes(record: Op, dims: dict[str, int], params: dict[str, int | floa
     if record.name == "draft_table":
         words["K"] = min(words["budget"], words["V"])
     return {tensor.name: (shape(tensor, words), tensor.dtype) for tensor in record.outputs}
+
+
+def _check_shapes(record: Op, dims: dict[str, int], params: dict[str, int | float], inputs: Mapping[str, NDArray[Any]]) -> None:
+    """Raises ValueError where an input is not as large as the dimensions say, as a path of more rows than are pending: outputs would not fit."""
+    words = dims | {name: int(value) for name, value in params.items() if isinstance(value, int)}
+    for tensor in record.inputs:
+        if (found := inputs[tensor.name].shape) != (wanted := shape(tensor, words)):
+            raise ValueError(f"{tensor.name} comes out as {list(found)}, not {list(wanted)}")
 
 
 def op_call_of(op: str, inputs: Mapping[str, NDArray[Any]], params: Mapping[str, int | float]) -> OpCall:

@@ -1,4 +1,4 @@
-"""A finding to its smallest case: small cases first, Hypothesis where they do not fail, the reducer last; then the location and the capsule.
+"""A finding to its smallest case: the reducer, Hypothesis where that leaves a large one; then the location and the capsule.
 
 Works for crashes and hangs as well: the worker is replaced, and a hang costs a short deadline of its own. What an engine keeps between cases
 must not decide a check, so that sessions get a fresh worker each; a finding that shows only after earlier cases is minimised with them, and
@@ -29,7 +29,7 @@ HANG_DEADLINE_S = 0.5  # ten times the longest step of a small case; a hang that
 SECONDS = 60.0  # per finding
 CHECKS_MAX = 120  # runs of the engine per finding
 CONFIRMING = 1  # of these, to see the smallest case fail in a fresh worker
-SHRINK_CHECKS_MAX = 0  # of these, for Hypothesis
+LARGE_NODES = 8  # what the reducer leaves larger Hypothesis tries; run before it, it cost 18 checks and saved nothing
 FRESH_MAX_S = 0.5  # a worker that starts faster than this is replaced before each session
 TRIES = 4  # runs of a case per check, where a finding shows only sometimes
 RUNS = 20  # of the smallest case of such a finding: how often it fails is part of what is told
@@ -123,11 +123,12 @@ def minimum(
             return max(0, CHECKS_MAX - CONFIRMING - checker.runs) // checker.tries
 
         def smaller(best: Case) -> Case:
-            if choices and checks_left() > SHRINK_CHECKS_MAX > 0:
+            best, _ = reduced(best, checker.fails, guilty=wanted.guilty, rung=wanted.rung, checks_max=checks_left(), seconds=left())
+            if choices and nodes_of(best) > LARGE_NODES and checks_left():
                 diet = diet_of(supervisor.description, hazards=hazards, views=takes_views(supervisor), checkpoint=checkpoint, preset=preset)
                 strategy = batch_strategy(diet, kind, size)
-                best, _ = shrunk(best, strategy, [choices], checker.fails, left() / 3, SHRINK_CHECKS_MAX)
-            return reduced(best, checker.fails, guilty=wanted.guilty, rung=wanted.rung, checks_max=checks_left(), seconds=left())[0]
+                best, _ = shrunk(best, strategy, [choices], checker.fails, left(), checks_left())
+            return best
 
         if any(checker.failure((), case) is not None for _ in range(RUNS if wanted.verdict == "FLAKY" else 1)):
             needed: list[Case] = []

@@ -1,4 +1,4 @@
-"""Shrinking by Hypothesis, seeded with the choices that led to the failure; `campaigns.reduce` finishes.
+"""Shrinking by Hypothesis, seeded with the choices that led to the failure: for cases that `campaigns.reduce` leaves large.
 
 `find` has no budget of its own: the deadline leaves it as a BaseException, and the best case so far is kept outside of it. Stored
 choices go under the secondary key, because an entry under the primary one that still fails ends the run without shrinking.
