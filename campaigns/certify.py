@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from campaigns.case import Case, CaseError, SessionCase, to_json
 from campaigns.discover import Discovery, diet_of
 from campaigns.materialise import session_script
-from campaigns.relations import twin
+from campaigns.relations import RECIPES, twin
 from campaigns.trial import Outcome, Worker
 from oracles.judgement import FINDINGS
 from oracles.relations import judge_relation
@@ -28,27 +28,80 @@ Array = NDArray[Any]
 
 SESSIONS = 24  # three batches: all presets and most weight regimes
 FRESH_EVERY = 8  # sessions; a fresh process costs a second
-INVARIANCE = ("alone", "chunks", "siblings", "rejected", "numbers")  # what a row's batch may differ in, in every way that a session offers
+SAME, FRESH = "again, in the same process", "again, in a fresh process"
+INVARIANCE = (
+    "alone",
+    "chunks",
+    "siblings",
+    "rejected",
+    "numbers",
+    "chain",
+    "decode",
+    "prefill",
+)  # every way in which the batch of a row can differ
 
 
 @dataclass
-class Certificate:
-    """`runs`: pairs of runs that were compared; `values`: scalars in them; `first`: the first difference in words, "" where there is none."""
+class Way:
+    """One way of running a session a second time. `runs`: pairs that were compared, of which `equal` in every bit; `values`: scalars in them; `first`:
+    the first difference in words, "" where there is none; `case` shows it. Not tried again after that."""
 
     name: str
-    summary: str
-    sessions: int = 0
+    words: str
     runs: int = 0
+    equal: int = 0
     values: int = 0
     first: str = ""
     case: str = ""
 
+    def met(self, values: int, difference: str, case: SessionCase) -> None:
+        """One more pair of runs. A pair in which nothing was answered is no pair."""
+        if values or difference:
+            self.runs += 1
+            self.values += values
+            self.equal += not difference
+        if difference:
+            self.first, self.case = difference, to_json(case)
+
+
+@dataclass
+class Certificate:
+    """`sessions`: drawn for it; `ways`: what was tried, and how often."""
+
+    name: str
+    summary: str
+    ways: dict[str, Way]
+    sessions: int = 0
+
+    @property
+    def runs(self) -> int:
+        return sum(way.runs for way in self.ways.values())
+
+    @property
+    def values(self) -> int:
+        return sum(way.values for way in self.ways.values())
+
+    @property
+    def broken(self) -> Way | None:
+        """The first way that shows a difference."""
+        return next((way for way in self.ways.values() if way.first), None)
+
+    @property
+    def first(self) -> str:
+        return "" if self.broken is None else f"{self.broken.name}: {self.broken.first}"
+
+    @property
+    def case(self) -> str:
+        return "" if self.broken is None else self.broken.case
+
     @property
     def holds(self) -> bool:
-        return self.runs > 0 and not self.first
+        return self.runs > 0 and self.broken is None
 
     def plain(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"holds": self.holds}
+        totals = {"runs": self.runs, "values": self.values, "first": self.first, "case": self.case, "holds": self.holds}
+        ways = [dataclasses.asdict(way) for way in self.ways.values()]
+        return {"name": self.name, "summary": self.summary, "sessions": self.sessions, "ways": ways} | totals
 
 
 class RestartableWorker(Worker, Protocol):
@@ -58,16 +111,20 @@ class RestartableWorker(Worker, Protocol):
 
 
 def certify(worker: RestartableWorker, names: Sequence[str], *, sessions: int = SESSIONS, seed: int = 0) -> list[Certificate]:
-    """One certificate per property; each stops at its first difference. Raises CaseError for an unknown property, or an engine without sessions."""
+    """One certificate per property; each way stops at its first difference. Raises CaseError for an unknown property, or an engine without sessions."""
     unknown = [name for name in names if name not in PROPERTIES]
     if unknown:
         raise CaseError(f"there is no property {unknown[0]!r}: choose one of {', '.join(PROPERTIES)}")
-    out = [Certificate(name, PROPERTIES[name][0]) for name in names]
+    out = []
+    for name in names:
+        summary, ways, _ = PROPERTIES[name]
+        out.append(Certificate(name, summary, {way: Way(way, words) for way, words in ways.items()}))
     for number, case in enumerate(drawn(worker.description, sessions, seed)):
         for certificate in out:
-            if not certificate.first:
+            waiting = [way for way in certificate.ways.values() if not way.first]
+            if waiting:
                 certificate.sessions += 1
-                PROPERTIES[certificate.name][1](worker, case, certificate, number % FRESH_EVERY == 0)
+                PROPERTIES[certificate.name][2](worker, case, waiting, number % FRESH_EVERY == 0)
     return out
 
 
@@ -90,34 +147,38 @@ def drawn(description: Description, count: int, seed: int) -> list[SessionCase]:
     return cases[:count]
 
 
-def _determinism(worker: RestartableWorker, case: SessionCase, certificate: Certificate, fresh: bool) -> None:
+def _determinism(worker: RestartableWorker, case: SessionCase, ways: Sequence[Way], fresh: bool) -> None:
     """The same session twice in one process, and now and then in a fresh one."""
     script = session_script(case, worker.description.departures)
     first = worker.script(script)
-    for again_fresh in (False, True) if fresh else (False,):
-        if again_fresh:
+    for way in ways:
+        if way.name == FRESH:
+            if not fresh:
+                continue
             worker.restart()
-        _compare(first, worker.script(script), case, certificate, "in a fresh process" if again_fresh else "in the same process")
-        if certificate.first:
-            return
+        way.met(*_compared(first, worker.script(script)), case)
 
 
-def _compare(first: Trace, again: Trace, case: SessionCase, certificate: Certificate, where: str) -> None:
-    certificate.runs += 1
+def _compared(first: Trace, again: Trace) -> tuple[int, str]:
+    """Scalars that were compared, and the first difference."""
+    values = 0
     for step, (one, two) in enumerate(zip(first.answers, again.answers, strict=False)):
+        if (one.failure is None) != (two.failure is None):
+            failure = one.failure or two.failure
+            assert failure is not None
+            return values, f"step {step} was answered in one of the runs only: {failure.message}"
         for name, value in _values(one).items():
             other = _values(two).get(name)
-            certificate.values += value.size
-            if other is not None and (value.shape != other.shape or value.tobytes() != other.tobytes()):
-                text = f"{name} of step {step} differs from its first run {where}"
-                if value.shape == other.shape:
-                    at = np.argwhere(_bits(value) != _bits(other))[0]
-                    index = ", ".join(map(str, at))
-                    text += f": [{index}] is {value[tuple(at)]!r}, then {other[tuple(at)]!r}"
-                certificate.first, certificate.case = text, to_json(case)
-                return
+            values += value.size
+            if other is None or value.shape != other.shape:
+                return values, f"{name} of step {step} has shape {list(value.shape)}, then {'none' if other is None else list(other.shape)}"
+            if value.tobytes() != other.tobytes():
+                at = tuple(np.argwhere(_bits(value) != _bits(other))[0])
+                index = ", ".join(map(str, at))
+                return values, f"{name}[{index}] of step {step} is {value[at]!s}, then {other[at]!s}"
     if len(first.answers) != len(again.answers) or (first.failure is None) != (again.failure is None):
-        certificate.first, certificate.case = f"one of two runs ended early {where}", to_json(case)
+        return values, "one of the runs ended early"
+    return values, ""
 
 
 def _bits(value: Array) -> Array:
@@ -126,34 +187,41 @@ def _bits(value: Array) -> Array:
 
 def _values(answer: Answer) -> Mapping[str, Array]:
     """Everything that an answer holds, in data order."""
-    out: dict[str, Array] = {f"{name}, layer {layer},": value for (name, layer), value in answer.taps.items()}
+    out: dict[str, Array] = {f"{name}, layer {layer}, ": value for (name, layer), value in answer.taps.items()}
     if answer.logits is not None:
         out["logits"] = answer.logits
     if answer.cache is not None:
         out["the cache"] = answer.cache
     for number, generation in enumerate(answer.generations or ()):
         out[f"the stream of sequence {number}"] = np.array(generation.tokens, np.int64)
+        for turn, made in enumerate(generation.rounds):
+            out[f"round {turn} of sequence {number}"] = np.array([*made.tokens, *made.parents, *made.path, made.bonus], np.int64)
     return out
 
 
-def _batch_invariance(worker: RestartableWorker, case: SessionCase, certificate: Certificate, fresh: bool) -> None:
-    """The same tokens in other batches: alone, in chunks, in another order, without neighbours. Every logit bit for bit."""
+def _batch_invariance(worker: RestartableWorker, case: SessionCase, ways: Sequence[Way], fresh: bool) -> None:
+    """The same tokens in other batches: alone, in chunks, in another order, without neighbours, one by one. Every logit bit for bit."""
     claimed = dataclasses.replace(worker.description.profile, batch_invariant=True)
     script = session_script(dataclasses.replace(case, generate=None), worker.description.departures)
     first = worker.script(script)
-    for name in INVARIANCE:
-        relation, other = twin(dataclasses.replace(case, generate=None, relation=name), worker.description.departures)
+    for way in ways:
+        relation, other = twin(dataclasses.replace(case, generate=None, relation=way.name), worker.description.departures)
         again = worker.script(other)
         for judgement in judge_relation(relation, (script, first), (other, again), claimed, None):
-            certificate.runs += 1
-            certificate.values += judgement.checked
-            if judgement.verdict in FINDINGS:
-                certificate.first, certificate.case = f"{name}: {judgement.message}", to_json(dataclasses.replace(case, relation=name))
-                return
+            difference = judgement.message if judgement.verdict in FINDINGS else ""
+            way.met(judgement.checked, difference, dataclasses.replace(case, relation=way.name))
 
 
-Examine = Callable[[RestartableWorker, SessionCase, Certificate, bool], None]
-PROPERTIES: Mapping[str, tuple[str, Examine]] = {
-    "determinism": ("the same session gives the same bits, in one process and in a fresh one", _determinism),
-    "batch-invariance": ("the bits of a row do not depend on the other rows of its batch", _batch_invariance),
+Examine = Callable[[RestartableWorker, SessionCase, Sequence[Way], bool], None]
+PROPERTIES: Mapping[str, tuple[str, Mapping[str, str], Examine]] = {
+    "determinism": (
+        "the same session gives the same bits, in one process and in a fresh one",
+        {SAME: "taps, logits, cache and streams", FRESH: f"the same, one session in {FRESH_EVERY}"},
+        _determinism,
+    ),
+    "batch-invariance": (
+        "the bits of a row do not depend on the other rows of its batch",
+        {name: RECIPES[name][0].statement for name in INVARIANCE},
+        _batch_invariance,
+    ),
 }

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,10 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is loaded: at these sizes more threads are slower
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     words = list(sys.argv[1:] if arguments is None else arguments)
+    began = time.monotonic()
     options: Options | None = None
     try:
         options = parser(settings()).parse_args(words)
-        options.command_line = " ".join(["paritree", *words])
+        options.command_line, options.began = " ".join(["paritree", *words]), began
         run: Callable[[Options], int] = options.run
         return run(options)
     except UsageError as problem:
@@ -356,7 +358,10 @@ def nightly(options: Options) -> int:
     if seconds is None:
         raise UsageError(f"--budget {options.budget}: nightly shares out time: give 30m or 2h")
     log = console.Log(quiet=options.json)
-    night = night_module.nightly(names, dataclasses.replace(_campaign_options(options), purpose="nightly"), seconds, log.progress)
+    campaign = dataclasses.replace(_campaign_options(options), purpose="nightly")
+    # The budget is for everything that the user waits for: what was loaded until here, and the page
+    left = seconds - (time.monotonic() - options.began) - (night_module.PAGE_S if options.report else 0.0)
+    night = night_module.nightly(names, campaign, left, log.progress)
     log.end()
     page = _page(options)
     verified = any(result.verified for result in night.results)
@@ -452,23 +457,38 @@ def judge(options: Options) -> int:
 def _battery(options: Options, given: dict[str, int | float]) -> int:
     """A dump, a finding, a capsule or a case: our verdict, and what fixed rules say of the same arrays."""
     from campaigns import battery, recorded
+    from campaigns.case import CaseError
     from campaigns.isolation import Supervisor
     from campaigns.trial import Bench, patience
     from paritree import console
 
-    if options.dump.endswith(".safetensors"):
+    of_dump = options.dump.endswith(".safetensors")
+    stray = (
+        [flag for flag, value in {"--engine": options.engine}.items() if value]
+        if of_dump
+        else [flag for flag, value in {"--op": options.op, "--profile": options.profile, "--param": given}.items() if value]
+    )
+    if stray:
+        what = "a dump holds its outputs, no engine is run" if of_dump else "a case names its operation, and its engine the profile"
+        raise UsageError(f"{options.dump}: {stray[0]} has no meaning here: {what}")
+    if of_dump:
         case, inputs, outputs, profile = recorded.read_dump(Path(options.dump), options.op, given)
         params = dict(case.params)
         judgements = recorded.judged(case.op, inputs, outputs, profile=options.profile or profile, params=params)
         compared = battery.recorded(case.op, params, inputs, outputs)
     else:
         options.finding = options.dump
-        stored, engine = _stored(options)
+        try:
+            stored, engine = _stored(options)
+        except CaseError as problem:
+            text = str(problem)
+            where = "" if text.startswith(options.dump) else f"{options.dump}: "
+            raise UsageError(
+                f"{where}{text} (--battery takes a case file, a finding, a capsule or a dump that ends in .safetensors)"
+            ) from None
         with Supervisor(engine, deadline_s=patience()) as supervisor:
-            bench = Bench(supervisor)
-            judgements = list(bench.outcome(stored.case).judgements)
-            compared = battery.compared(bench, stored.case)
-    return console.print_battery(judgements, compared.verdicts(), as_json=options.json)
+            judgements, compared = battery.beside(Bench(supervisor), stored.case)
+    return console.print_battery(judgements, compared, as_json=options.json)
 
 
 def _stored(options: Options) -> tuple[Any, str]:

@@ -221,14 +221,17 @@ def print_battery(judgements: list[Judgement], compared: Compared, *, as_json: b
 
 
 def certificates(engine: str, found: Sequence[Certificate]) -> str:
-    """What was tried, how often, and the first difference."""
+    """What was tried, how often, whether every bit was equal, and the first difference of each way."""
     lines = [engine]
     for one in found:
-        said = "holds: every bit equal" if one.holds else f"DOES NOT HOLD: {one.first}" if one.first else "nothing could be compared"
+        said = "holds: every bit equal" if one.holds else "DOES NOT HOLD" if one.first else "nothing could be compared"
         lines.append(f"  {one.name}: {said}")
         lines.append(f"    {one.summary}; {one.sessions} sessions, {one.runs} pairs of runs, {one.values:,} values")
+        for way in one.ways.values():
+            equal = "nothing to compare" if not way.runs else "bit-equal" if not way.first else f"differs: {way.first}"
+            lines.append(f"    {way.name} ({way.words}): {way.equal} of {way.runs} pairs, {way.values:,} values; {equal}")
         if one.case:
-            lines.append(f"    {one.case}")
+            lines.append(f"    the first difference is shown by {one.case}")
     return "\n".join(lines)
 
 
