@@ -38,6 +38,7 @@ SAMPLE_LEAST_S, SAMPLE_SHARE_MAX = 20.0, 0.2  # a short night still tries a few,
 SAMPLE_MIN_S = 8.0  # a night of less than 40 s tries none
 REPLAY_SHARE = 0.5  # of an engine's time, for known findings; those that wait come first next night
 RESERVE_SHARE, RESERVE_MAX_S = 0.25, 300.0  # of an engine's time, to make small what is new
+PAGE_S = 1.5  # to read a store of some nights and write its page
 DISCOVERY_MIN_S = 5.0  # even after a long replay, so that a short budget still looks for something new
 TRIALS_MAX = 10**9  # discovery ends by the clock
 STATUSES = ("new", "reopened", "changed", "flaky", "known", "fixed")

@@ -140,9 +140,10 @@ class Crossed:
         return sum(self.trees.values())
 
     @property
-    def empty_pairs(self) -> list[tuple[Pair, str, str]]:
-        """(pair of axes, class, class): reachable together, and never met."""
-        return [(pair, a, b) for pair in self.pairs for a, b in pair.empty]
+    def apart(self) -> list[tuple[Pair, str, str]]:
+        """(pair of axes, class, class) that were each met, and never together, though they can be."""
+        met = {(margin.axis, word) for margin in self.margins for word, trees in margin.trees.items() if trees}
+        return [(pair, a, b) for pair in self.pairs for a, b in pair.empty if {(pair.rows, a), (pair.columns, b)} <= met]
 
     @property
     def margins(self) -> list[Margin]:

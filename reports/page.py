@@ -88,7 +88,7 @@ def _render(page: Page, scale: float) -> str:
         facts=_facts(page),
         unverified_big=numbers.rate(page.verdicts.get("UNVERIFIED", 0), page.trials),
         alarms_big=numbers.count(page.alarms.alarms) if page.alarms.trials else numbers.NONE,
-        mutation_sentence=mutation_sentence(page.mutation),
+        mutation_sentence=mutation_sentence(page.mutation, sum(len(part.unsampled) for part in page.score)),
         mutation_result=_mutation_result,
         mutation_max=int(MUTATION_MAX * scale),
         score=[*page.score, nights.whole(page.score)] if len(page.score) > 1 else page.score,
@@ -97,6 +97,7 @@ def _render(page: Page, scale: float) -> str:
         case_max=CASE_MAX,
         axes=AXES,
         axis_meaning=MEANING,
+        apart=page.cells.apart if page.cells is not None else [],
         emptiest=page.cells.emptiest(EMPTIEST_MAX) if page.cells is not None else [],
         coverage_max=int(COVERAGE_MAX * scale),
         cells_max=CELLS_MAX,
@@ -140,8 +141,8 @@ def summary(page: Page) -> dict[str, Any]:
     }
 
 
-def mutation_sentence(rows: list[dict[str, Any]]) -> str:
-    """How many planted defects were found, localised and made small."""
+def mutation_sentence(rows: list[dict[str, Any]], unsampled: int = 0) -> str:
+    """How many planted defects were found, localised and made small, and how many were not sampled yet."""
     planted = [row for row in rows if not row["benign"]]
     benign = [row for row in rows if row["benign"]]
     found = [row for row in planted if row["found"]]
@@ -158,6 +159,8 @@ def mutation_sentence(rows: list[dict[str, Any]]) -> str:
     if benign:
         alarms = sum(bool(row["found"]) for row in benign)
         parts.append(f"{alarms} of {numbers.plural(len(benign), 'benign variant')} raised a false alarm")
+    if unsampled:
+        parts.append(f"{numbers.count(unsampled)} not yet sampled")
     return "; ".join(parts) + "."
 
 
