@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.mutation_tables import MANUAL, RESULTS, noticed, per_class, written
 from campaigns.battery import compared
 from campaigns.case import Case, from_json
 from campaigns.discover import Discovery, diet_of
@@ -40,7 +41,6 @@ from oracles.battery import NAMES
 from oracles.judgement import FINDINGS
 from paritree.cli import budget_of
 
-RESULTS = Path(__file__).parent / "results" / "mutation.jsonl"
 SUMMARY = RESULTS.with_suffix(".json")
 TARGETS = {"found with taps": 0.98, "found blind": 0.90, "right op": 0.99, "minimal nodes, median": 4, "shrinking checks, largest": 120}
 MINIMISE_S = 30.0
@@ -148,40 +148,21 @@ def totals_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summarised(results: Path) -> int:
-    """The table per class, of both modes; also written beside the results."""
+    """The table per class, of both modes; also written beside the results, and that of the kept results into docs/judge.md."""
     records = list(done(results).values())
     modes = {mode: [r for r in records if r["mode"] == mode] for mode in ("taps", "blind")}
-    classes = sorted({r["defect_class"] for r in records})
-    print(f"{'class':44} {'with taps':>12} {'right op':>9} {'nodes':>6} {'blind':>9}")
-    for name in [*classes, ""]:
-        taps, blind = ([r for r in modes[mode] if name in ("", r["defect_class"])] for mode in ("taps", "blind"))
-        whole = totals_of(taps)
-        print(
-            f"{name or 'all':44} {whole['found']:>6} /{whole['plants']:>4} {whole['right_op']:>9} {whole['nodes_median']:>6}"
-            f" {sum(r['found'] for r in blind):>4} /{len(blind):>3}"
-        )
-    print(
-        f"\nnoticed by fixed rules, on the minima of what was found with taps\n{'class':44} "
-        + " ".join(f"{name[:11]:>11}" for name in NAMES)
-    )
-    for name in [*classes, ""]:
-        rows = [r for r in modes["taps"] if r.get("battery") and name in ("", r["defect_class"])]
-        counts = [f"{sum(not r['battery'].get(rule, True) for r in rows)}/{sum(rule in r['battery'] for r in rows)}" for rule in NAMES]
-        print(f"{name or 'all':44} " + " ".join(f"{count:>11}" for count in counts))
+    table = per_class(records)
+    print(table)
     body = {
         "command": "python -m benchmarks.mutation; python -m benchmarks.mutation --blind; python -m benchmarks.mutation --summary",
         "targets": TARGETS,
         **{mode: totals_of(rows) for mode, rows in modes.items() if rows},
-        "fixed_rules_notice": {
-            rule: [
-                sum(not r["battery"].get(rule, True) for r in modes["taps"] if r.get("battery")),
-                sum(rule in r.get("battery", {}) for r in modes["taps"]),
-            ]
-            for rule in NAMES
-        },
+        "fixed_rules_notice": {rule: noticed([r for r in modes["taps"] if r["found"]], rule) for rule in NAMES},
     }
     results.with_suffix(".json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(body, indent=1))
+    if results.resolve() == RESULTS.resolve():
+        MANUAL.write_text(written(MANUAL.read_text("utf-8"), table), "utf-8")
     return 0
 
 
