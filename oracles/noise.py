@@ -9,20 +9,22 @@ therefore doubled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from oracles.ball import Ball, Wide, arithmetic
+from oracles.ball import THIRD, Ball, Wide, arithmetic
 from oracles.ops.route import rule_of
 from oracles.walk import Ids, JudgeModel, walk
 from spec.engine import Profile
+from spec.formats import ROUNDED, UNIT_ROUNDOFF
 from spec.weights import philox
 
 SAMPLES = 8
 FEWER = (1, 2, 4)  # samples after which a caller that needs no more may stop
+CACHE_SAMPLES = 2  # of a row's noise before it enters the cache, pooled over its elements
 KEPT = 2
 SIGMAS = 6.0
 ESTIMATE = 2.0  # 8 samples give sigma within a factor of 2 with a probability of 99 % per element, pooling makes it better
@@ -113,11 +115,27 @@ class _Drawn:
         self.model, self.rows, self.profile, self.log_probs = model, rows, profile, log_probs
         self.count = 0
         self._arithmetic = arithmetic(profile, True, True)
-        self._plain = Sampler(model, None)
+        self._cached = self._rounding() if UNIT_ROUNDOFF[model.config.cache_format] else None
+        self._plain = Sampler(model, None, cached=self._cached)
         self._logits, self._reference = self._walked(self._plain)
         self._square = np.zeros(self._reference.shape)
         self._cache_square = [np.zeros(part.shape) for part in self._plain.cache]
         self._drift = [np.zeros(margin.shape) for margin in self._plain.margins]
+
+    def _rounding(self) -> CacheRounding:
+        """How far each element of the cache may be off before it is rounded, from samples of a model that rounds nothing there."""
+        form = self.model.config.cache_format
+        smooth = Sampler(self.model, None, cached=CacheRounding(form, self.rows.visible, smooth=True))
+        self._walked(smooth)
+        assert smooth.cached is not None
+        reach = {tap: np.zeros(value.shape) for tap, value in smooth.cached.before.items()}
+        for sample in range(CACHE_SAMPLES):
+            cached = CacheRounding(form, self.rows.visible, smooth=True)
+            self._walked(Sampler(self.model, philox("cache noise", sample), smooth.ids, cached=cached))
+            for tap, value in cached.before.items():
+                reach[tap] += np.square(value - smooth.cached.before[tap]) / CACHE_SAMPLES
+        pooled = {tap: np.maximum(square, np.mean(square, -1, keepdims=True)) for tap, square in reach.items()}
+        return CacheRounding(form, self.rows.visible, {tap: SIGMAS * ESTIMATE * np.sqrt(square) for tap, square in pooled.items()})
 
     def _walked(self, sampler: Sampler) -> tuple[Wide, Wide]:
         """(logits, what is compared)."""
@@ -128,7 +146,7 @@ class _Drawn:
     def grow(self, count: int) -> None:
         """At least `count` samples."""
         for sample in range(self.count, count):
-            sampler = Sampler(self.model, philox("noise", sample), self._plain.ids)
+            sampler = Sampler(self.model, philox("noise", sample), self._plain.ids, cached=self._cached)
             self._square += np.square(self._walked(sampler)[1] - self._reference)
             for total, part, exact in zip(self._cache_square, sampler.cache, self._plain.cache, strict=True):
                 total += np.square(part - exact)
@@ -175,6 +193,49 @@ def _bound(reference: Wide, variance: Wide, profile: Profile) -> Wide:
 
 
 @dataclass(eq=False)
+class CacheRounding:
+    """Numbers that enter a cache of 16 bits are rounded once (M11), and every engine rounds the same way: noise moves a number to a neighbour only
+    where it may cross the middle between two, within `reach` of the walk without noise. Such elements are open: they get the noise of a rounding, and
+    with them, in later layers, all elements of the rows that see one. All others are what the walk without noise has.
+
+    `smooth`: nothing is rounded, to find out how far noise reaches. `before`: what the last walk had before rounding, by (tap, layer).
+    """
+
+    cache_format: str
+    visible: NDArray[np.bool_]
+    reach: Mapping[tuple[str, int], Wide] = field(default_factory=dict)
+    smooth: bool = False
+    before: dict[tuple[str, int], Wide] = field(default_factory=dict)
+    _open: dict[tuple[str, int], NDArray[np.bool_]] = field(default_factory=dict)
+
+    def enter(self, tap: tuple[str, int], predicted: Ball, generator: np.random.Generator | None) -> Wide:
+        of_rounding = (
+            UNIT_ROUNDOFF[self.cache_format] * np.abs(predicted.mid) * math.sqrt(THIRD)
+        )  # as oracles.walk.rounded has it in its std
+        value = predicted.mid
+        if generator is not None and predicted.std is not None:
+            own = np.sqrt(np.maximum(np.square(predicted.std) - np.square(of_rounding), 0.0))
+            value = value + own * generator.standard_normal(value.shape)
+        self.before[tap] = value
+        if self.smooth:
+            return value
+        if tap not in self._open:  # by the first walk, which has no noise
+            reach = self.reach[tap]
+            crossed = [open_.any(-1) for (_, layer), open_ in self._open.items() if layer < tap[1]]
+            shaken = (self.visible & np.any(crossed, 0)[None, :]).any(1) if crossed else np.zeros(len(value), np.bool_)
+            self._open[tap] = (self._rounded(value - reach) != self._rounded(value + reach)) | shaken[:, None]
+        sharp = self._rounded(value)
+        if not self._open[tap].any():
+            return sharp
+        if generator is not None:
+            value = value + of_rounding * generator.standard_normal(value.shape)
+        return np.where(self._open[tap], value, sharp)
+
+    def _rounded(self, value: Wide) -> Wide:
+        return ROUNDED[self.cache_format](value.astype(np.float32)).astype(np.float64)
+
+
+@dataclass(eq=False)
 class Sampler:
     """A `Taps`: adds noise of each ball's std, or nothing without a generator. Experts follow `ids` where they are given."""
 
@@ -185,6 +246,7 @@ class Sampler:
     margins: list[Wide] = field(default_factory=list)
     level: list[NDArray[np.bool_]] = field(default_factory=list)  # per layer: rows of router logits that are all 0, a tie in every engine
     cache: list[Wide] = field(default_factory=list)
+    cached: CacheRounding | None = None  # of a cache that rounds
     _latent: Wide | None = None
 
     def has(self, name: str, layer: int) -> bool:
@@ -194,7 +256,9 @@ class Sampler:
         value = predicted.mid
         if name == "router_scores" and self.level[-1].any():  # exp(0) = 1 and 1 / 2 are exact, and equal logits of a softmax stay equal
             predicted = Ball(value, predicted.rad, None if predicted.std is None else np.where(self.level[-1][:, None], 0.0, predicted.std))
-        if self.generator is not None and predicted.std is not None:
+        if self.cached is not None and name in ("latent", "k_rope"):
+            value = self.cached.enter((name, layer), predicted, self.generator)
+        elif self.generator is not None and predicted.std is not None:
             value = value + predicted.std * self.generator.standard_normal(value.shape)
         if name == "router_logits":
             self.level.append((value == 0).all(-1))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import altered, findings, honest, judge_of, run
 
+from campaigns.isolation.inprocess import InProcess
 from impls.blocked.engine import BlockedEngine
 from impls.planted.benign import VARIANTS
 from oracles.judgement import Verdict
@@ -17,8 +18,9 @@ from oracles.noise import FEWER, SAMPLES, Noise, Rows, noise
 from oracles.session import SessionJudge
 from oracles.tokens import decide, margins, proof_chain
 from spec.engine import Profile
+from spec.engine import Rows as EngineRows
 from spec.model import GoldenModel
-from spec.script import Answer, Forward
+from spec.script import Answer, Forward, Script, WeightsKey
 from spec.taps import all_tap_names
 from spec.weights import random_weights
 
@@ -47,8 +49,6 @@ def twin_model() -> GoldenModel:
 def twin_trace(hidden: frozenset[str]) -> tuple[SessionJudge, object, object]:
     model = twin_model()
     script, _ = honest()
-    from campaigns.isolation.inprocess import InProcess
-
     engine = BlockedEngine(hidden_taps=hidden)
     return SessionJudge(model), script, InProcess(engine, weights=lambda config, key: model.weights).script(script)
 
@@ -197,3 +197,31 @@ def test_equal_sums_of_zeros_are_exact_and_the_lowest_is_due() -> None:
     assert bound.shares(logits, np.arange(3)).max() == np.inf
     assert decide(0.0, False, bound.margin_bound(0, 7, 9))[0] is Verdict.DEFECT
     assert decide(0.0, False, bound.margin_bound(0, 7, 8))[0] is Verdict.UNVERIFIED
+
+
+@pytest.mark.parametrize("cache_format", ["bfloat16", "float16"])
+def test_a_cache_of_16_bits_is_rounded_and_not_blurred(cache_format: str) -> None:
+    """Every engine rounds a number to the same neighbour unless noise may carry it over the middle, so rows without such a number are held to the noise of
+    float32; an engine that truncates to bfloat16 instead is far outside."""
+    config = dataclasses.replace(judge_of().model.config, cache_format=cache_format)
+    judge = SessionJudge(GoldenModel(config, random_weights(config, 0)))
+    rows = chain([5, 17, 3, 80, 41])
+    golden = judge.model.sequence_logits(rows.token.astype(np.int32))
+    bound = noise(judge.prepared, rows, Profile())
+    assert bound.shares(golden, np.arange(5)).max() < 1
+    alone = [float(np.median(noise(judge.prepared, chain([token]), Profile()).bound)) for token in range(8)]
+    assert sum(size < 2e-5 for size in alone) >= 3, alone
+    step = Forward(
+        EngineRows(np.zeros(5, np.int32), rows.token.astype(np.int32), np.arange(5, dtype=np.int32), np.arange(-1, 4, dtype=np.int32)),
+        np.ones(5, np.bool_),
+        "prefill",
+    )
+    script = Script(config, WeightsKey(0), (step,))
+
+    def truncated(site: object, form: str, row: np.ndarray) -> np.ndarray:
+        return (row.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+    for points, verdict in (({}, Verdict.UNVERIFIED), ({"to_cache": truncated}, Verdict.DEFECT)):
+        trace = InProcess(BlockedEngine(points, hidden_taps=ALL), weights=lambda c, key: judge.model.weights).script(script)
+        of_logits = next(j for j in judge.judge(script, trace) if j.tap == "logits")
+        assert of_logits.verdict is verdict
