@@ -61,7 +61,7 @@ paritree_status paritree_describe(paritree_description* description) {
     description->version = "0.1.0";
     description->profile_name = chosen == Precision::float32 ? "cuda-float32" : chosen == Precision::tf32 ? "cuda-tf32" : "cuda-bf16";
     description->profile = chosen == Precision::float32 ? paritree_params{exact, 3} : chosen == Precision::tf32 ? paritree_params{tf32, 2} : paritree_params{bf16, 2};
-    description->capabilities = "run_op,forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree";
+    description->capabilities = "run_op,forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree,sampling";
     description->ops = PARITREE_OP_NAMES;
     // scores and probabilities never leave the attention kernel
     static const std::string taps = [] {
@@ -142,7 +142,6 @@ paritree_status paritree_generate(paritree_session* session, const paritree_gene
   return guarded([&] {
     DeviceSession& own = checked(session);
     const paritree_generate_args& request = checked_generate(args);
-    if (request.sampling.count != 0) unsupported("this engine does not sample: its own loop is greedy");
     generate(own, request);
   });
 }

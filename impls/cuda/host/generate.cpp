@@ -2,6 +2,7 @@
 // leave it when they are done.
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 #include "session.hpp"
 
@@ -13,6 +14,7 @@ struct Stream {
   int32_t number;    // index of the prompt
   int32_t sequence;  // name in the cache
   std::vector<int32_t> history;
+  int64_t prompt_len;
   int64_t emitted;
   bool done;
 };
@@ -24,10 +26,13 @@ class Loop {
     for (int64_t i = 0; i < args.prompt_count; ++i) {
       if (args.prompt_lengths[i] < 1 || args.prompts[i] == nullptr) invalid("prompt ", i, " has no tokens: give at least one");
       while (session_.contains(sequence)) --sequence;
-      streams_.push_back({static_cast<int32_t>(i), sequence--, {args.prompts[i], args.prompts[i] + args.prompt_lengths[i]}, 0, args.max_new == 0});
+      streams_.push_back({static_cast<int32_t>(i), sequence--, {args.prompts[i], args.prompts[i] + args.prompt_lengths[i]}, args.prompt_lengths[i], 0, args.max_new == 0});
     }
+    if (args.sampling.count != 0) sampling_ = read_sampling(args.sampling, session.config().vocab);
+    session_.draw_by(sampling_ ? &*sampling_ : nullptr);
   }
   ~Loop() {
+    session_.draw_by(nullptr);
     for (const Stream& stream : streams_)
       if (session_.contains(stream.sequence)) session_.evict(stream.sequence);
   }
@@ -47,6 +52,8 @@ class Loop {
       if (!stream.done) out.push_back(&stream);
     return out;
   }
+
+  static DeviceSession::History history_of(const Stream& stream) { return {&stream.history, stream.prompt_len, stream.number}; }
 
   static void add_row(BatchRows& rows, const Stream& stream, int32_t token, int64_t position, int32_t parent, bool want) {
     rows.sequence.push_back(stream.sequence);
@@ -91,7 +98,9 @@ class Loop {
       for (int64_t i = 0; i < length; ++i)
         add_row(rows, stream, stream.history[static_cast<std::size_t>(i)], i, i == 0 ? -1 : static_cast<int32_t>(rows.count() - 1), i + 1 == length);
     }
-    const std::vector<int32_t> ids = session_.choices(rows);
+    std::vector<DeviceSession::History> histories;
+    for (const Stream& stream : streams_) histories.push_back(history_of(stream));
+    const std::vector<int32_t> ids = session_.choices(rows, histories);
     for (Stream& stream : streams_) {
       std::vector<int32_t> path(stream.history.size());
       for (std::size_t i = 0; i < path.size(); ++i) path[i] = static_cast<int32_t>(i);
@@ -103,7 +112,9 @@ class Loop {
   void single_step(const std::vector<Stream*>& active) {
     BatchRows rows;
     for (const Stream* stream : active) add_row(rows, *stream, stream->history.back(), static_cast<int64_t>(stream->history.size()) - 1, -1, true);
-    const std::vector<int32_t> ids = session_.choices(rows);
+    std::vector<DeviceSession::History> histories;
+    for (const Stream* stream : active) histories.push_back(history_of(*stream));
+    const std::vector<int32_t> ids = session_.choices(rows, histories);
     const int32_t path[] = {0};
     for (std::size_t i = 0; i < active.size(); ++i) {
       session_.commit(active[i]->sequence, path, 1);
@@ -119,7 +130,7 @@ class Loop {
       const paritree_status status =
           args_.draft(args_.draft_user, stream->number, stream->history.data(), static_cast<int64_t>(stream->history.size()), logits.back().data());
       if (status != PARITREE_OK) failed("the draft callback answered ", status, " for prompt ", stream->number);
-      drafts.push_back({stream->sequence, stream->history.back(), logits.back().data()});
+      drafts.push_back({stream->sequence, stream->history.back(), logits.back().data(), history_of(*stream)});
     }
     const std::vector<DeviceSession::Outcome> outcomes = session_.tree_round(drafts, args_.block_len, args_.budget);
     for (std::size_t i = 0; i < active.size(); ++i) {
@@ -137,6 +148,7 @@ class Loop {
   DeviceSession& session_;
   const paritree_generate_args& args_;
   std::vector<Stream> streams_;
+  std::optional<Sampling> sampling_;  // none: greedy
 };
 
 }  // namespace

@@ -22,9 +22,9 @@ namespace paritree::cuda {
 namespace {
 
 constexpr int64_t kWorkspaceMax = int64_t{64} << 20;  // bytes, of one attention call
-constexpr int64_t kTiledRows = 64, kTiledKeys = 32;
-constexpr int kFewRows = 8, kGroupedRows = 32, kDraftChunk = 4096, kDraftBins = 4096, kDraftSort = 4096, kArgmaxSplits = 64;
-constexpr int64_t kBudgetMax = 1024, kDepthMax = 20;
+constexpr int64_t kTiledRows = 64, kSplitRows = split_tile::ROWS, kTiledKeys = 32;
+constexpr int kFewRows = 8, kGroupedRows = 32, kArgmaxSplits = 64;
+constexpr int64_t kBudgetMax = 1024, kDepthMax = 20, kSelectPaths = 1024;
 constexpr int64_t kSharedPortable = 101376;  // bytes a block on sm_120
 
 bool is_tiled(int64_t kv_rank, int64_t width) { return kv_rank == tiled_f32::RANK && width == tiled_f32::WIDTH; }
@@ -403,14 +403,23 @@ void Device::draft_table(const float* logits, int32_t* ids, float* log_probs, in
                          int64_t depths, int64_t vocab, int64_t width) {
   if (width > kBudgetMax) unsupported("T5: ", width, " candidates a depth are asked for, but these kernels hold ", kBudgetMax);
   if (depths == 0 || vocab == 0) return;
-  const int64_t blocks = parts(vocab, kDraftChunk);
-  fill(counters, 0, 4 * depths * (kDraftBins + 1));
-  uint32_t* counts = counters + depths * kDraftBins;
-  unsigned long long* found = reinterpret_cast<unsigned long long*>(candidates);
-  LAUNCH(draft_scan, (Grid{blocks, depths}), 256, 0, logits, parts_of, counters, status, narrow(vocab));  // also where nothing is wanted: NaN is refused
-  if (width == 0) return;
-  LAUNCH(draft_collect, (Grid{blocks, depths}), 256, 0, logits, counters, found, counts, narrow(vocab), narrow(width));
-  LAUNCH(draft_finish, {depths}, 1024, 8 * kDraftSort, parts_of, found, counts, ids, log_probs, narrow(blocks), narrow(vocab), narrow(width));
+int64_t Device::sample_workspace(int64_t rows, int64_t vocab) { return rows * parts(vocab, sampling::CHUNK) * static_cast<int64_t>(sizeof(sampling::Part)); }
+
+void Device::sample(const float* logits, const Draws& draws, const DrawnTree& tree, int32_t* ids, int32_t* status, void* workspace, int64_t rows, int64_t vocab) {
+  static_assert(sizeof(DrawRule) == sizeof(sampling::Rule), "the rule of sampling.cuh");
+  if (rows == 0) return;
+  const int64_t blocks = parts(vocab, sampling::CHUNK);
+  LAUNCH(sample_race, (Grid{blocks, rows}), sampling::RACE_THREADS, 0, logits, draws.rule, draws.bias_tokens, draws.biases, draws.history, draws.streams,
+         tree.tokens, tree.parents, tree.count, narrow(tree.nodes), narrow(tree.stride), narrow(vocab), workspace);
+  LAUNCH(sample_finish, {rows}, sampling::THREADS, static_cast<int64_t>(sizeof(sampling::Scratch)), logits, draws.rule, draws.bias_tokens, draws.biases,
+         draws.history, draws.streams, tree.tokens, tree.parents, tree.count, narrow(tree.nodes), narrow(tree.stride), narrow(vocab), workspace, narrow(blocks), ids,
+         status);
+}
+
+  const int64_t blocks = parts(vocab, draft::ONCE_CHUNK);
+  fill(counters, 0, 4 * depths * kDraftCounters);
+  LAUNCH(draft_table_once, (Grid{blocks, depths}), draft::ONCE_THREADS, 8 * draft::SORT_MAX, logits, ids, log_probs, parts_of,
+         reinterpret_cast<unsigned long long*>(candidates), counters, status, narrow(vocab), narrow(width), vocab % 4 == 0 ? 1 : 0);
 }
 
 void Device::best_first_tree(const int32_t* ids, const float* log_probs, int64_t depths, int64_t width, int64_t budget, const int32_t* root_at, int32_t* tokens,
@@ -418,9 +427,11 @@ void Device::best_first_tree(const int32_t* ids, const float* log_probs, int64_t
   if (budget > kBudgetMax || depths > kDepthMax)
     unsupported("T5: budget ", budget, " and ", depths, " depths are asked for, but these kernels hold ", kBudgetMax, " and ", kDepthMax);
   const int64_t frontier = int64_t{72} * round_up(budget + 1, 32), table = 4 * depths * width;
-  const bool fits = frontier + table <= kSharedPortable - 1024;  // the kernel's own variables: below 1 KiB
-  LAUNCH(::best_first_tree, {1}, 256, frontier + (fits ? table : 0), ids, log_probs, narrow(depths), narrow(width), narrow(budget), 0, tokens, parents,
-         node_depths, count, status, fits ? narrow(depths * width) : 0, root_at);
+  const bool near = 17 * paths + table <= kSharedPortable - 1024;  // the kernel's own variables: below 1 KiB
+  LAUNCH(best_first_select, {1}, tree::SELECT_THREADS, std::max(frontier, 17 * paths + (near ? table : 0)), ids, log_probs, narrow(depths), narrow(width),
+         narrow(budget), 0, tokens, parents, node_depths, count, status, near ? 1 : 0, narrow(paths), root_at);
+  int64_t paths = kSelectPaths;
+  while (paths < 2 * budget) paths *= 2;
 }
 
 void Device::tree_mask(const int32_t* parents, const int32_t* count, int64_t rows, int64_t prefix_len, const int32_t* prefix_at, int32_t* positions,

@@ -28,6 +28,28 @@ struct GraphDelete {
 };
 using GraphPointer = std::unique_ptr<Graph, GraphDelete>;
 
+constexpr int64_t kDraftCounters = 4098;  // words of a depth
+
+// What draws follow, on the device (sampling.cuh).
+struct DrawRule {
+  double temperature, top_p, min_p, repetition, presence, frequency;
+  int64_t top_k;
+  uint64_t seed;
+  int64_t ties_all, bias_count;
+};
+struct Draws {
+  const void* rule;  // a DrawRule
+  const int32_t* bias_tokens;
+  const double* biases;
+  const int32_t* history;  // of all streams
+  const int32_t* streams;  // [streams][4]: first token in `history`, length, length of the prompt, number of the request
+};
+// The trees whose nodes the rows are: those of stream s begin at s * stride. Null parents: a row a stream, right behind its history.
+struct DrawnTree {
+  const int32_t *tokens, *parents, *count;
+  int64_t nodes, stride;
+};
+
 // One stream, its cuBLAS handle where there is cuBLAS, and the properties of the device. Not copied, not shared by threads.
 class Device {
  public:
@@ -101,7 +123,10 @@ class Device {
   int64_t attention_workspace(int64_t rows, int64_t heads, int64_t kv_rank, int64_t width, int64_t keys) const;  // floats
   void tree_attention(const Attention& attention, float* workspace);
   void argmax(const float* logits, int32_t* ids, uint64_t* workspace, int64_t rows, int64_t vocab);  // workspace: [rows, 64]
-  // Workspaces of draft_table: counters [depths * 4097] words, parts [depths * ceil(vocab / 4096) * 2] floats, candidates [depths * vocab].
+  // The token drawn from each row; `workspace`: sample_workspace bytes. Row r is node r % nodes of stream r / nodes.
+  static int64_t sample_workspace(int64_t rows, int64_t vocab);
+  void sample(const float* logits, const Draws& draws, const DrawnTree& tree, int32_t* ids, int32_t* status, void* workspace, int64_t rows, int64_t vocab);
+  // Workspaces of draft_table: counters [depths * kDraftCounters] words, parts [depths * ceil(vocab / 4096) * 2] floats, candidates [depths * vocab].
   void draft_table(const float* logits, int32_t* ids, float* log_probs, int32_t* status, uint32_t* counters, float* parts, uint64_t* candidates,
                    int64_t depths, int64_t vocab, int64_t width);
   void best_first_tree(const int32_t* ids, const float* log_probs, int64_t depths, int64_t width, int64_t budget, const int32_t* root_at, int32_t* tokens,

@@ -28,8 +28,10 @@ constexpr Complaint kComplaints[] = {
     {4, "T2: a path score has more than 106 bits, and these kernels do not guess"},
     {8, "T6: parents must ascend from one root at index 0"},
     {16, "T6: a token occurs twice under one parent"},
+    {32, "S1: a row of logits is no distribution: NaN, +inf, or nothing finite after penalties and temperature"},
+    {64, "S3: two numbers agree to about 85 bits, and these kernels do not guess"},
 };
-constexpr int32_t kInexact = 4;  // not the caller's mistake, but the end of what these kernels do
+constexpr int32_t kGivenUp = 4 | 64;  // not the caller's mistake, but the end of what these kernels do
 
 // The device of run_op and its buffers, which only grow: one of a process, made at the first call and kept to its end.
 class Bench {
@@ -120,7 +122,7 @@ class Call : public Operands {
     std::string words;
     for (const Complaint& complaint : kComplaints)
       if (found & complaint.bit) words += (words.empty() ? "" : "; ") + std::string(complaint.words);
-    if (found == kInexact) unsupported(words);
+    if ((found & ~kGivenUp) == 0) unsupported(words);
     invalid(words);
   }
 
@@ -268,10 +270,31 @@ void op_argmax(Call& op) {
   op.device.argmax(op.on<float>("logits", {T, V}), op.result<int32_t>("ids", {T}), op.scratch<uint64_t>(T * 64), T, V);
 }
 
+void op_sample(Call& op) {
+  const int64_t T = op.size("logits", 2, 0), V = op.size("logits", 2, 1), J = op.size("history", 2, 1);
+  const float* logits = op.on<float>("logits", {T, V});
+  const int32_t* history = op.in<int32_t>("history", {T, J});
+  const int32_t* sequences = op.in<int32_t>("sequences", {T});
+  const Sampling sampling = sampling_fields(op.params);
+  const int64_t prompt_len = op.params.integer("prompt_len");
+  if (V == 0 && T > 0) invalid("logits has no column to choose");
+  std::vector<int32_t> streams;
+  for (int64_t t = 0; t < T; ++t) {
+    const int32_t* own = history + t * J;
+    const int64_t length = std::find(own, own + J, -1) - own;  // -1 ends a history
+    check_ids("history", own, length, V);
+    for (const int64_t word : {t * J, length, std::min(prompt_len, length), static_cast<int64_t>(sequences[t])}) streams.push_back(static_cast<int32_t>(word));
+  }
+  const DrawRule rule = draw_rule(sampling);
+  const Draws draws = {op.on(&rule, 1), nullptr, nullptr, op.on(history, T * J), op.on(streams.data(), T * 4)};
+  op.device.sample(logits, draws, {nullptr, nullptr, nullptr, 1, 1}, op.result<int32_t>("ids", {T}), op.status(),
+                   op.scratch<char>(Device::sample_workspace(T, V)), T, V);
+}
+
 void op_draft_table(Call& op) {
   const int64_t L = op.size("logits", 2, 0), V = op.size("logits", 2, 1), K = std::min(budget_of(op), V);
   op.device.draft_table(op.on<float>("logits", {L, V}), op.result<int32_t>("ids", {L, K}), op.result<float>("log_probs", {L, K}), op.status(),
-                        op.scratch<uint32_t>(L * 4097), op.scratch<float>(L * ((V + 4095) / 4096) * 2), op.scratch<uint64_t>(L * V), L, V, K);
+                        op.scratch<uint32_t>(L * kDraftCounters), op.scratch<float>(L * ((V + 4095) / 4096) * 2), op.scratch<uint64_t>(L * V), L, V, K);
 }
 
 void op_best_first_tree(Call& op) {
@@ -332,6 +355,7 @@ constexpr Operation kOperations[] = {
     {"combine", op_combine},
     {"add", op_add},
     {"argmax", op_argmax},
+    {"sample", op_sample},
     {"draft_table", op_draft_table},
     {"best_first_tree", op_best_first_tree},
     {"tree_mask", op_tree_mask},
