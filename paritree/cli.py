@@ -534,19 +534,21 @@ def shrink(options: Options) -> int:
     from campaigns import capsule, fingerprint, minimise
     from campaigns.case import to_json
     from campaigns.isolation import Supervisor
-    from campaigns.reduce import nodes_of
     from campaigns.trial import Bench, patience
 
     stored, engine = _stored(options)
     with Supervisor(engine, deadline_s=patience()) as supervisor:
         name = supervisor.description.name
-        found = fingerprint.first(name, list(Bench(supervisor).outcome(stored.case).judgements))
+        bench = Bench(supervisor)
+        for earlier in stored.earlier:
+            bench.outcome(earlier)
+        found = fingerprint.first(name, list(bench.outcome(stored.case).judgements))
         if found is None:
             print(
                 json.dumps({"status": "passes"}) if options.json else f"{options.finding}: passes on {engine}, there is nothing to shrink"
             )
             return CLEAN
-    smallest = minimise.minimum(engine, stored.case, found[0], seconds=options.seconds)
+    smallest = minimise.minimum(engine, stored.case, found[0], earlier=stored.earlier, seconds=options.seconds)
     if smallest is None:
         print(
             json.dumps({"status": "flaky"})
@@ -564,6 +566,8 @@ def shrink(options: Options) -> int:
                 smallest.case,
                 smallest.judgement,
                 finding_id=stored.finding_id or Path(options.out).name,
+                earlier=smallest.earlier,
+                runs=smallest.runs,
             )
     if options.json:
         print(
@@ -571,13 +575,16 @@ def shrink(options: Options) -> int:
                 {
                     "status": "smaller",
                     "case": json.loads(line),
-                    "nodes": nodes_of(smallest.case),
+                    "nodes": smallest.nodes,
+                    "history": [json.loads(to_json(earlier)) for earlier in smallest.earlier],
                     "checks": smallest.checks,
                     "out": options.out,
                 }
             )
         )
     else:
+        for earlier in smallest.earlier:
+            print(f"after: {capsule.in_words(earlier)}")
         print(f"{capsule.in_words(smallest.case)}\n  {smallest.judgement.message}\n  after {smallest.checks} runs of the engine\n{line}")
         if options.out:
             print(f"capsule: {options.out}")
