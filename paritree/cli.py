@@ -274,6 +274,8 @@ def budget_of(text: str) -> tuple[float | None, int | None]:
 def _campaign_options(options: Options) -> Any:
     from campaigns import runner
 
+    for name in ("report", "junit"):
+        _checked_file(name, getattr(options, name))
     seconds, trials = budget_of(options.budget) if options.budget else (None, None)
     return runner.Options(
         store=options.store, trials=trials or (10**9 if seconds else int(getattr(options, "trials", runner.TRIALS))), seconds=seconds, jobs=options.jobs,
@@ -293,6 +295,17 @@ def _checked_checkpoint(folder: str) -> str:
     absolute = str(Path(folder).resolve())
     weights_for(checkpoint_at(absolute).config, WeightsKey(0, checkpoint=absolute))
     return absolute
+
+
+def _checked_file(option: str, path: str | None) -> None:
+    """A file that is written at the end: what would keep it from being written is said before anything runs. Raises UsageError."""
+    if not path:
+        return
+    folder = Path(path).resolve().parent
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if Path(path).is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
+        found = "a folder" if Path(path).is_dir() else f"{there} cannot be written" if there.is_dir() else f"{there} is a file"
+        raise UsageError(f"--{option} {path}: {found}: name a file in a folder that can be written")
 
 
 def _checked_preset(name: str) -> str:
@@ -351,7 +364,7 @@ def nightly(options: Options) -> int:
     from campaigns import nightly as night_module
     from paritree import console
 
-    names = [*options.engines, *options.more]
+    names = list(dict.fromkeys([*options.engines, *options.more]))
     if not names:
         raise UsageError("nightly needs an engine: --engine NAME, PATH.so or MODULE:CLASS")
     seconds, _ = budget_of(options.budget)

@@ -66,6 +66,8 @@ def test_help_lists_every_command_and_loads_nothing_heavy() -> None:
         (["check", "blocked", "--budget", "soon"], "'soon' is no budget"),
         (["check", "blocked", "--trials", "0"], "no whole number of at least 1"),
         (["nightly", "--engine", "blocked", "--budget", "500"], "nightly shares out time"),
+        (["nightly", "blocked", "--report", "."], "--report .: a folder: name a file"),
+        (["check", "blocked", "--junit", "/dev/null/x.xml"], "/dev/null is a file: name a file in a folder that can be written"),
         (["judge", "nowhere.safetensors"], "no such file"),
         (["judge", "x", "--param", "eps"], "give KEY=NUMBER"),
         (["replay", "F-00000000", "--store", "nowhere"], "nowhere is no store"),
