@@ -1,7 +1,6 @@
 // Every kernel, as one translation unit: what CuPy's RawModule, the launcher, the compile checks and the emulator compile.
 #pragma once
 #include "argmax.cuh"
-#include "cast.cuh"
 #include "common.cuh"
 #include "compact.cuh"
 #include "draft_table.cuh"
@@ -12,6 +11,7 @@
 #include "pointwise.cuh"
 #include "ptx.cuh"
 #include "route.cuh"
+#include "rows.cuh"
 #include "sampling.cuh"
 #include "softmax.cuh"
 #include "tree.cuh"
