@@ -399,10 +399,6 @@ void Device::argmax(const float* logits, int32_t* ids, uint64_t* workspace, int6
   LAUNCH(argmax_join, {rows}, 32, 0, partial, ids, narrow(splits));
 }
 
-void Device::draft_table(const float* logits, int32_t* ids, float* log_probs, int32_t* status, uint32_t* counters, float* parts_of, uint64_t* candidates,
-                         int64_t depths, int64_t vocab, int64_t width) {
-  if (width > kBudgetMax) unsupported("T5: ", width, " candidates a depth are asked for, but these kernels hold ", kBudgetMax);
-  if (depths == 0 || vocab == 0) return;
 int64_t Device::sample_workspace(int64_t rows, int64_t vocab) { return rows * parts(vocab, sampling::CHUNK) * static_cast<int64_t>(sizeof(sampling::Part)); }
 
 void Device::sample(const float* logits, const Draws& draws, const DrawnTree& tree, int32_t* ids, int32_t* status, void* workspace, int64_t rows, int64_t vocab) {
@@ -416,6 +412,10 @@ void Device::sample(const float* logits, const Draws& draws, const DrawnTree& tr
          status);
 }
 
+void Device::draft_table(const float* logits, int32_t* ids, float* log_probs, int32_t* status, uint32_t* counters, float* parts_of, uint64_t* candidates,
+                         int64_t depths, int64_t vocab, int64_t width) {
+  if (width > kBudgetMax) unsupported("T5: ", width, " candidates a depth are asked for, but these kernels hold ", kBudgetMax);
+  if (depths == 0 || vocab == 0) return;
   const int64_t blocks = parts(vocab, draft::ONCE_CHUNK);
   fill(counters, 0, 4 * depths * kDraftCounters);
   LAUNCH(draft_table_once, (Grid{blocks, depths}), draft::ONCE_THREADS, 8 * draft::SORT_MAX, logits, ids, log_probs, parts_of,
@@ -426,12 +426,12 @@ void Device::best_first_tree(const int32_t* ids, const float* log_probs, int64_t
                              int32_t* parents, int32_t* node_depths, int32_t* count, int32_t* status) {
   if (budget > kBudgetMax || depths > kDepthMax)
     unsupported("T5: budget ", budget, " and ", depths, " depths are asked for, but these kernels hold ", kBudgetMax, " and ", kDepthMax);
+  int64_t paths = kSelectPaths;
+  while (paths < 2 * budget) paths *= 2;
   const int64_t frontier = int64_t{72} * round_up(budget + 1, 32), table = 4 * depths * width;
   const bool near = 17 * paths + table <= kSharedPortable - 1024;  // the kernel's own variables: below 1 KiB
   LAUNCH(best_first_select, {1}, tree::SELECT_THREADS, std::max(frontier, 17 * paths + (near ? table : 0)), ids, log_probs, narrow(depths), narrow(width),
          narrow(budget), 0, tokens, parents, node_depths, count, status, near ? 1 : 0, narrow(paths), root_at);
-  int64_t paths = kSelectPaths;
-  while (paths < 2 * budget) paths *= 2;
 }
 
 void Device::tree_mask(const int32_t* parents, const int32_t* count, int64_t rows, int64_t prefix_len, const int32_t* prefix_at, int32_t* positions,
