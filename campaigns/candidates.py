@@ -18,8 +18,10 @@ Rounds = tuple[tuple[tuple[Node, ...], ...], ...]
 ONE: tuple[Node, ...] = ((0, 0),)
 SIBLINGS: tuple[Node, ...] = ((0, 0), (1, 0))
 CHAIN: tuple[Node, ...] = ((0, 0), (0, 0))
+ONE_ACCEPTED: tuple[Node, ...] = ((0, 1),)
+SECOND_ACCEPTED: tuple[Node, ...] = ((0, 0), (1, 1))  # the least path that is no prefix of its tree
 ALONE_MAX = 4  # budgets tried for one operation alone
-ALONE_SEEDS = 4
+ALONE_SEEDS = 3
 
 
 def passes(case: Case) -> tuple[Pass, ...]:
@@ -93,11 +95,14 @@ def rows_without_nodes(case: SessionCase) -> Iterator[SessionCase]:
         for order, tree in enumerate(trees[: len(case.prompts)]):
             if len(tree) < 2:
                 continue
-            for smaller in (ONE, SIBLINGS, CHAIN):
+            accepted = (SECOND_ACCEPTED, ONE_ACCEPTED) if any(hit for _, hit in tree) else ()
+            for smaller in (*accepted, ONE, SIBLINGS, CHAIN):
                 if len(smaller) >= len(tree):
                     continue
                 changed = dataclasses.replace(case, rounds=_with_tree(case.rounds, number, order, smaller))
-                yield _joined_late(changed, number, len(tree) - len(smaller))
+                yield _joined_late(changed, number, len(tree) - len(smaller))  # as many rows in the batch
+                if smaller == ONE:
+                    yield _joined_late(changed, number, len(tree) + 1)  # as many rows of one sequence
                 yield _with_prompt(changed, order, case.prompts[order][0] + len(tree) - len(smaller))
         yield from _last_tree_as_prompt(case, number)
     if len(case.rounds) > 1 and len(case.prompts) == 1:
@@ -264,7 +269,7 @@ def alone(case: TreeCase, op: str) -> Iterator[OpCase]:
     failures lie; the reducer goes below."""
     for budget in sorted(range(1, min(case.budget, ALONE_MAX) + 1), key=lambda b: (b == 1, b)):
         for seed in range(ALONE_SEEDS):
-            for regime in ("ties", "lattice"):
+            for regime in ("ties", "lattice", "ordinary"):
                 yield from _alone(case, op, budget, regime, seed)
 
 

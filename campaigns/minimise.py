@@ -32,6 +32,7 @@ CONFIRMING = 1  # of these, to see the smallest case fail in a fresh worker
 LARGE_NODES = 8  # what the reducer leaves larger Hypothesis tries; run before it, it cost 18 checks and saved nothing
 FRESH_MAX_S = 0.5  # a worker that starts faster than this is replaced before each session
 TRIES = 4  # runs of a case per check, where a finding shows only sometimes
+AGAIN = 3  # runs of the minimum in fresh workers; they are no part of the search, and not among its checks
 RUNS = 20  # of the smallest case of such a finding: how often it fails is part of what is told
 
 
@@ -91,6 +92,10 @@ class Checker:
             return None
         return found[1] if found is not None and self.same(found[0]) else None
 
+    def seen_again(self, case: Case) -> bool:
+        """In fresh workers: at once, or in one of a few where it shows only sometimes."""
+        return any(self.failure((), case, fresh=True) is not None for _ in range(TRIES))
+
     def same(self, found: Fingerprint) -> bool:
         if self.wanted.verdict == "FLAKY":
             return found[2:] == self.wanted[2:]
@@ -133,7 +138,7 @@ def minimum(
         if any(checker.failure((), case) is not None for _ in range(RUNS if wanted.verdict == "FLAKY" else 1)):
             needed: list[Case] = []
             best = smaller(case)
-            if checker.failure((), best, fresh=True) is None and checker.tries == 1 and not checker.always_fresh:
+            if not checker.always_fresh and not checker.seen_again(best):
                 checker.always_fresh = True  # that minimum hangs on what ran before; now each check is by itself
                 best = smaller(case) if checker.fails(case) else case
         elif earlier and checker.fails_after(earlier, case):
@@ -151,18 +156,20 @@ def minimum(
 
 
 def _confirmed(checker: Checker, needed: Sequence[Case], best: Case, case: Case, earlier: Sequence[Case], began: float) -> Minimum | None:
-    """The minimum, seen once more in fresh workers; the case as it was found where the minimum does not fail again."""
+    """The minimum, seen again in fresh workers; the case as it was found where the minimum does not fail any more. What fails in some of these
+    runs only is run more often, and says so, whatever it was taken for."""
     checks = checker.runs
-    flaky = checker.wanted.verdict == "FLAKY"
     for before, one in ((needed, best), ((), case), (earlier, case)):
-        found = [checker.failure(before, one, fresh=True) for _ in range(RUNS if flaky else 1)]
+        found = [checker.failure(before, one, fresh=True) for _ in range(AGAIN)]
+        if None in found or checker.wanted.verdict == "FLAKY":
+            found += [checker.failure(before, one, fresh=True) for _ in range(RUNS - AGAIN)]
         failures = [judgement for judgement in found if judgement is not None]
         if failures:
-            judgement = failures[0]
-            if flaky:
-                message = f"fails in {len(failures)} of {len(found)} runs in a fresh process: {judgement.message}"
+            judgement, runs = failures[0], len(found) if len(found) > AGAIN else 1
+            if runs > 1:
+                message = f"fails in {len(failures)} of {runs} runs in a fresh process: {judgement.message}"
                 judgement = dataclasses.replace(judgement, verdict=Verdict.FLAKY, message=message)
-            return Minimum(one, judgement, checks, time.monotonic() - began, tuple(before), len(failures), len(found))
+            return Minimum(one, judgement, checks, time.monotonic() - began, tuple(before), len(failures) if runs > 1 else 1, runs)
     return None
 
 

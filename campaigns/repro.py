@@ -132,11 +132,12 @@ def run(plan: Mapping[str, Any], tensors: Mapping[str, Any]) -> int:
     """What ran before, then the failing case, as often as the plan says."""
     engine = load(plan["engine"])
     outcomes = []
+    first: list[Any] = []  # what the first run answered
     for _ in range(plan.get("runs", 1)):
         sessions = Sessions(engine, tensors)
         for block in plan.get("earlier", ()):
             pass_through(engine, sessions, block, tensors)
-        outcomes.append(attempt(engine, sessions, plan, tensors))
+        outcomes.append(attempt(engine, sessions, plan, tensors, first))
         sessions.close()
     failed = [sentence for fails, sentence in outcomes if fails]
     if len(outcomes) > 1:
@@ -165,10 +166,12 @@ def pass_through(engine: Any, sessions: Sessions, block: Mapping[str, Any], tens
             sessions.emptied(block, live, ended)
 
 
-def attempt(engine: Any, sessions: Sessions, plan: Mapping[str, Any], tensors: Mapping[str, Any]) -> Outcome:
+def attempt(engine: Any, sessions: Sessions, plan: Mapping[str, Any], tensors: Mapping[str, Any], first: list[Any]) -> Outcome:
     """Every step up to the guilty one, then the comparison."""
     check = plan["check"]
+    repeats = "repeat" in plan.get("hazards", ())
     live: set[int] = set()
+    values: list[Any] = []
     for number, step in enumerate(plan["steps"]):
         guilty = number == check["step"]
         try:
@@ -177,7 +180,7 @@ def attempt(engine: Any, sessions: Sessions, plan: Mapping[str, Any], tensors: M
                 if guilty and (check["what"] == "flaky" or "repeat" in step["hazards"]):
                     again = run_op(engine, step, tensors)
                     if check["what"] == "flaky":
-                        return any(value[n].tobytes() != again[n].tobytes() for n in value), "two equal calls, bit for bit"
+                        return equal_or_not([value], [again], "two equal calls")
             else:
                 value = run_step(sessions.of(plan), step, tensors, plan, live)
         except Broken as problem:
@@ -186,23 +189,28 @@ def attempt(engine: Any, sessions: Sessions, plan: Mapping[str, Any], tensors: M
             if guilty and check["what"] == "refusal":
                 return False, f"the engine refuses: {problem}"
             return True, f"step {number + 1} ({step['do']}) raised {type(problem).__name__}: {problem}"
-        if guilty:
+        values.append(value)
+        if guilty and check["what"] != "flaky":
             recorded = {name.removeprefix("answer."): array for name, array in tensors.items() if name.startswith("answer.")}
-            if check["what"] == "flaky":
-                return again_differs(sessions, plan, tensors, live, recorded if plan.get("runs", 1) > 1 else value)
             return compared(check, value, recorded)
-    return False, "the engine ran every step"
+    if check["what"] != "flaky":
+        return False, "the engine ran every step"
+    if repeats:
+        sessions.emptied(plan, live, False)
+        return equal_or_not(
+            values, [run_step(sessions.of(plan), step, tensors, plan, live) for step in plan["steps"]], "the same steps again"
+        )
+    first[:] = first or values
+    return equal_or_not(first, values, "two equal runs")
 
 
-def again_differs(
-    sessions: Sessions, plan: Mapping[str, Any], tensors: Mapping[str, Any], live: set[int], first: Mapping[str, Any]
-) -> Outcome:
-    """The script a second time in the same session, against what it answered first."""
-    sessions.emptied(plan, live, False)
-    value: dict[str, Any] = {}
-    for step in plan["steps"]:
-        value = run_step(sessions.of(plan), step, tensors, plan, live)
-    return any(np.asarray(value[n]).tobytes() != np.asarray(first[n]).tobytes() for n in first if n in value), "two equal runs, bit for bit"
+def equal_or_not(first: list[Any], second: list[Any], what: str) -> Outcome:
+    """Two answers to the same steps, bit for bit."""
+    for one, other in zip(first, second, strict=True):
+        for name in one:
+            if name not in other or np.asarray(one[name]).tobytes() != np.asarray(other[name]).tobytes():
+                return True, f"{what} gave another {name}"
+    return False, f"{what} gave the same bits"
 
 
 def compared(check: Mapping[str, Any], value: Any, answer: Mapping[str, Any]) -> Outcome:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from campaigns.candidates import CHAIN, ONE, SIBLINGS, Rounds
+from campaigns.candidates import CHAIN, ONE, ONE_ACCEPTED, SECOND_ACCEPTED, SIBLINGS, Rounds
 from campaigns.case import Case, GenerateCase, SessionCase
 
-HIT: Rounds = ((((0, 1),),),)
-SECOND_HIT: Rounds = ((((0, 0), (1, 1)),),)
+HIT: Rounds = ((ONE_ACCEPTED,),)
+SECOND_HIT: Rounds = ((SECOND_ACCEPTED,),)
 LATE_ROWS = 15  # with a root and a node 17: more than a tile of 16
 
 Shape = tuple[tuple[int, ...], Rounds, int, bool]
@@ -52,7 +52,7 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
         ((1,), SECOND_HIT, 0, False),
         ((3,), SECOND_HIT, 0, False),
         ((1,), ((((0, 0), (1, 1), (0, 1)),),), 0, False),
-        ((1, 2), (((), ((0, 1),)),), 0, False),
+        ((1, 2), (((), ONE_ACCEPTED),), 0, False),
         ((3,), (HIT[0], HIT[0]), 0, False),
     ),
 }
