@@ -143,6 +143,7 @@ def totals_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "missed": sorted(r["mutant"] for r in records if not r["found"]),
         "elsewhere": sorted(r["mutant"] for r in found if not r["localised"]),
         "not_reproduced": sorted(r["mutant"] for r in found if not r["reproduced"]),
+        "more_than_one_above": sorted(r["mutant"] for r in found if not 0 <= r["minimal_nodes"] <= max(r["stated_nodes"], 0) + 1),
         "above_stated": sorted(r["mutant"] for r in found if not 0 <= r["minimal_nodes"] <= max(r["stated_nodes"], 0)),
     }
 

@@ -32,7 +32,7 @@ CONFIRMING = 1  # of these, to see the smallest case fail in a fresh worker
 LARGE_NODES = 8  # what the reducer leaves larger Hypothesis tries; run before it, it cost 18 checks and saved nothing
 FRESH_MAX_S = 0.5  # a worker that starts faster than this is replaced before each session
 TRIES = 4  # runs of a case per check, where a finding shows only sometimes
-AGAIN = 3  # runs of the minimum in fresh workers; they are no part of the search, and not among its checks
+AGAIN = 5  # runs of the minimum in fresh workers; they are no part of the search, and not among its checks
 RUNS = 20  # of the smallest case of such a finding: how often it fails is part of what is told
 
 
