@@ -7,7 +7,9 @@ mutation library. Each night of a store draws from a seed of its own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,12 +115,15 @@ def sample_seconds(seconds: float) -> float:
 
 
 def library() -> list[Plant]:
-    """Every plant that this machine can load: those in C++ need a compiler."""
-    try:
+    """Every plant that this machine can load (those in C++ need a compiler), the classes in turn, so that each is sampled from the first nights on."""
+    plants = list(PLANTS.values())
+    with contextlib.suppress(NoCompiler):
         find_compiler()
-    except NoCompiler:
-        return list(PLANTS.values())
-    return [*PLANTS.values(), *NATIVE_PLANTS.values()]
+        plants += NATIVE_PLANTS.values()
+    by_class: dict[str, list[Plant]] = {}
+    for plant in plants:
+        by_class.setdefault(plant.bug_class, []).append(plant)
+    return [plant for turn in itertools.zip_longest(*by_class.values()) for plant in turn if plant is not None]
 
 
 def _one(engine: str, run_id: str, options: Options, seconds: float, progress: Progress, waiting: set[str]) -> EngineResult:

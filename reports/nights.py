@@ -5,6 +5,7 @@ Pure reading and counting, from the tables that `reports.page_data` has read.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,8 +118,8 @@ def crossed(cells: pd.DataFrame) -> Crossed | None:
     """None where the store has no row of the table `cells`: written before that table, or by campaigns without sessions."""
     if cells.empty:
         return None
-    by_engine = {str(engine): sum(reachable(cell) for cell in counted(rows)) for engine, rows in _by(cells, "engine").items()}
-    return Crossed(counted(_records(cells)), by_engine)
+    by_engine = {engine: counted(rows) for engine, rows in _by(cells, "engine").items()}
+    return Crossed(sum(by_engine.values(), Counter()), {engine: sum(map(reachable, hit)) for engine, hit in by_engine.items()})
 
 
 def nights(

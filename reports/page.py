@@ -88,6 +88,7 @@ def _render(page: Page, scale: float) -> str:
         facts=_facts(page),
         unverified_big=numbers.rate(page.verdicts.get("UNVERIFIED", 0), page.trials),
         alarms_big=numbers.count(page.alarms.alarms) if page.alarms.trials else numbers.NONE,
+        score_big=numbers.rate(page.planted.found, page.planted.measured),
         mutation_sentence=mutation_sentence(page.mutation, sum(len(part.unsampled) for part in page.score)),
         mutation_result=_mutation_result,
         mutation_max=int(MUTATION_MAX * scale),

@@ -163,6 +163,31 @@ class Page:
         return sum(engine.unverified for engine in self.engines)
 
     @property
+    def planted(self) -> ClassScore:
+        """The mutation score of all classes."""
+        return nights.whole(self.score)
+
+    @property
+    def score_sentence(self) -> str:
+        """How many of the planted defects that were measured were found, and how many were not sampled yet."""
+        planted = self.planted
+        if not planted.plants:
+            return "not measured in this store"
+        later = f"; {numbers.count(len(planted.unsampled))} not yet sampled" if planted.unsampled else ""
+        if not planted.measured:
+            return f"none measured{later}"
+        return f"{numbers.count(planted.found)} of {numbers.plural(planted.measured, 'planted defect')} found{later}"
+
+    @property
+    def cells_sentence(self) -> str:
+        """How much of the crossed coverage was hit, and how much of that for the first time by the newest night; empty where nothing was crossed."""
+        if self.cells is None:
+            return ""
+        rate = numbers.rate(self.cells.hit, self.cells.cells)
+        first = f", {numbers.count(self.nights[0].cells_new)} in the newest night for the first time" if len(self.nights) > 1 else ""
+        return f"{numbers.count(self.cells.hit)} of {numbers.count(self.cells.cells)} reachable cells hit ({rate}){first}"
+
+    @property
     def open_findings(self) -> list[dict[str, Any]]:
         """All but fixed, accepted, wontfix and duplicate ones."""
         return [f for f in self.findings if f["status"] != "fixed" and not f["ledger"]]

@@ -182,7 +182,7 @@ def text(page: Page) -> str:
     lines = [f"paritree: {page.headline}"]
     if page.subline:
         lines.append(f"  {page.subline}")
-    lines += [f"  {label:<14}{value}" for label, value in _facts(page)]
+    lines += [f"  {label:<16}{value}" for label, value in _facts(page)]
     for engine in page.engines:
         lines.append(f"  ladder of {engine.name} {engine.version}".rstrip())
         for rung in engine.ladder:
@@ -208,6 +208,8 @@ def _facts(page: Page) -> list[tuple[str, str]]:
         ("UNVERIFIED", f"{big} ({page.unverified_sentence}; {page.unverified_scalars_sentence})"),
         ("findings", ", ".join(f"{numbers.count(n)} {s}" for s, n in page.status_counts.items()) or "none"),
         ("false alarms", page.alarms.sentence),
+        ("mutation score", page.score_sentence if page.score else ""),
+        ("coverage", page.cells_sentence),
     ]
     return [(label, value) for label, value in facts if value]
 

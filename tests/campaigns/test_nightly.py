@@ -13,6 +13,7 @@ from campaigns import mutation, nightly
 from campaigns.mutation import Score, last_measured, nightly_sample
 from campaigns.replay import in_turn
 from campaigns.runner import EngineResult, Options
+from impls.native.build import NoCompiler
 from impls.planted import Plant
 from impls.planted.mutants import PLANTS
 from reports.schema import SEARCH_S
@@ -122,6 +123,19 @@ def test_a_sample_that_is_cut_off_goes_on_behind_what_it_measured(tmp_path: Path
     assert sampled(tmp_path, monkeypatch, 2) == ["Z08", "tree01"]
     assert sampled(tmp_path, monkeypatch, 3) == ["Z22", "Z01", "Z08"]
     assert sampled(tmp_path, monkeypatch, 9) == ["tree01", "Z22", "Z01", "Z08"]
+
+
+def test_the_classes_take_turns_and_no_plant_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    plants = nightly.library()
+    assert {plant.name for plant in plants} >= PLANTS.keys() and len({plant.engine for plant in plants}) == len(plants)
+    classes = {plant.bug_class for plant in plants}
+    assert {plant.bug_class for plant in plants[: len(classes)]} == classes
+
+    def no_compiler() -> None:
+        raise NoCompiler("none")
+
+    monkeypatch.setattr(nightly, "find_compiler", no_compiler)
+    assert {plant.kind for plant in nightly.library()} == {"python"}
 
 
 def test_the_store_knows_the_plants_that_no_night_has_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
