@@ -6,6 +6,7 @@
 #include "draft_table.cuh"
 #include "gemm_f32.cuh"
 #include "gemm_int4.cuh"
+#include "gemm_rounded.cuh"
 #include "moe.cuh"
 #include "norm.cuh"
 #include "pointwise.cuh"
@@ -18,3 +19,4 @@
 #include "tree_attention_bf16.cuh"
 #include "tree_attention_f32.cuh"
 #include "tree_attention_sm90.cuh"
+#include "tree_attention_taps.cuh"

@@ -17,6 +17,7 @@
 namespace paritree {
 
 // ---- plain ------------------------------------------------------------------------------------------------------
+// exp of score - maximum, with nothing folded into the score: a weight is as good as the difference of two scores, however large they are.
 // grid (rows * heads), block 128; dynamic shared memory: (width + 4 * 4 + 128) floats.
 PARITREE_INLINE float widened(float x) { return x; }
 PARITREE_INLINE float widened(unsigned short bits) { return of_bf16(bits); }
@@ -44,20 +45,20 @@ PARITREE_INLINE void tree_attention_plain(const Element* query, const Element* c
             const Element* k = cache_row(cache, pages, page_size, width, key);
             float dot = 0.0f;
             for (int c = 0; c < width; ++c) dot = fmaf(q[c], widened(k[c]), dot);
-            score = dot * scale * LOG2_E;
+            score = dot * scale;
         }
         const float warp_top = warp_max(score);
         if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = warp_top;
         __syncthreads();
         const float top = fmaxf(row_max, fmaxf(fmaxf(partial[0], partial[1]), fmaxf(partial[2], partial[3])));
-        const float base = top == minus_infinity() ? 0.0f : top;  // nothing visible yet: every weight is exp2(-inf) = 0
-        const float weight = exp2f(score - base);
+        const float base = top == minus_infinity() ? 0.0f : top;  // nothing visible yet: every weight is exp(-inf) = 0
+        const float weight = expf(score - base);
         weights[threadIdx.x] = weight;
         __syncthreads();
         const float warp_total = warp_sum(weight);
         if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = warp_total;
         __syncthreads();
-        const float shrink = exp2f(row_max - base);
+        const float shrink = expf(row_max - base);
         row_sum = row_sum * shrink + ((partial[0] + partial[1]) + (partial[2] + partial[3]));
         row_max = top;
         const int seen = min(static_cast<int>(blockDim.x), keys - start);

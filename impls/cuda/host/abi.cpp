@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "../../native/arguments.hpp"
 #include "../../native/pointwise.hpp"
@@ -32,6 +33,38 @@ paritree_param number(const char* key, double value) {
   return param;
 }
 
+// What each operation computes in a mode: spec.engine.Profile, entries "operation.field" or "tap.field" where they differ from the rest.
+// expf, exp2f and rsqrtf are within 2 ulp, logf within 1 (CUDA C++ Programming Guide). TF32 drops 13 bits of an operand, bfloat16 rounds to 8. Tensor cores
+// add without rounding each sum to nearest: 2^-22.
+const std::vector<paritree_param>& profile_of(Precision precision) {
+  // The tiled forms of attention fold log2(e) into the scale: a score counts as rounded twice more. The plain form and the unfused softmax do not.
+  static const std::vector<paritree_param> exact = {number("exp_ulp", 2.0), number("log_ulp", 1.0), number("rsqrt_ulp", 2.0), number("softmax.exp2_folding", 0.0),
+                                                    number("scores.u_output", 0x1p-23)};
+  const auto products = [](std::vector<paritree_param> profile, double input) {
+    // cuBLAS; the experts' grouped products and the unfused scores are our own, in float32 in every mode
+    static constexpr const char* keys[][2] = {
+        {"matmul.u_input", "matmul.u_accumulate"}, {"q_absorb.u_input", "q_absorb.u_accumulate"}, {"o_heads.u_input", "o_heads.u_accumulate"}};
+    for (const auto& [input_key, accumulate_key] : keys) {
+      profile.push_back(number(input_key, input));
+      profile.push_back(number(accumulate_key, 0x1p-22));
+    }
+    for (const char* key : {"expert_gate.u_accumulate", "expert_up.u_accumulate", "expert_out.u_accumulate"}) profile.push_back(number(key, 0x1p-24));
+    return profile;
+  };
+  static const std::vector<paritree_param> tf32 = products(exact, 0x1p-10);
+  static const std::vector<paritree_param> bf16 = [&] {
+    std::vector<paritree_param> profile = products(exact, 0x1p-8);
+    // attention on bfloat16: query and cache rows are rounded on their way to it and shown as it reads them, so that its own products are exact
+    for (const char* key : {"q_absorb.u_output", "q_rope.u_output", "latent.u_output", "k_rope.u_output"}) profile.push_back(number(key, 0x1p-8));
+    // weights are rounded to bfloat16 before they meet the latents, which are bfloat16 already: 2^-8 of each product, (1 + 2^-9)^2 - 1 of the profile
+    for (const auto& [key, value] : {std::pair{"scores.u_accumulate", 0x1p-22}, std::pair{"o_latent.u_input", 0x1p-9}, std::pair{"o_latent.u_accumulate", 0x1p-22},
+                                     std::pair{"tree_attention.u_input", 0x1p-8}, std::pair{"tree_attention.u_accumulate", 0x1p-22}})
+      profile.push_back(number(key, value));
+    return profile;
+  }();
+  return precision == Precision::float32 ? exact : precision == Precision::tf32 ? tf32 : bf16;
+}
+
 void forward(DeviceSession& session, const paritree_forward_args* args) {
   const ForwardRequest request = read_forward(args, session.config());
   if (args->first_layer != 0 || request.hidden != nullptr) unsupported("this engine does not take a residual stream");
@@ -51,25 +84,18 @@ const char* paritree_last_error(void) { return last_error().c_str(); }
 paritree_status paritree_describe(paritree_description* description) {
   return guarded([&] {
     checked_struct(description, "description");
-    // expf, exp2f and rsqrtf within 2 ulp, logf within 1 (CUDA C++ Programming Guide); TF32 drops 13 bits of an operand, bfloat16 rounds to 8;
-    // tensor cores add without rounding each sum to nearest
-    static const paritree_param exact[] = {number("exp_ulp", 2.0), number("log_ulp", 1.0), number("rsqrt_ulp", 2.0)};
-    static const paritree_param tf32[] = {number("u_input", 0x1p-10), number("u_accumulate", 0x1p-22)};
-    static const paritree_param bf16[] = {number("u_input", 0x1p-8), number("u_accumulate", 0x1p-22)};
     const Precision chosen = precision();
     description->name = "cuda-native";
     description->version = "0.1.0";
     description->profile_name = chosen == Precision::float32 ? "cuda-float32" : chosen == Precision::tf32 ? "cuda-tf32" : "cuda-bf16";
-    description->profile = chosen == Precision::float32 ? paritree_params{exact, 3} : chosen == Precision::tf32 ? paritree_params{tf32, 2} : paritree_params{bf16, 2};
+    const std::vector<paritree_param>& profile = profile_of(chosen);
+    description->profile = {profile.data(), static_cast<int64_t>(profile.size())};
     description->capabilities = "run_op,forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree,sampling";
     description->ops = PARITREE_OP_NAMES;
-    // scores and probabilities never leave the attention kernel
+    // probabilities never leave the attention kernel; scores do where its form is the plain one
     static const std::string taps = [] {
       std::string names = PARITREE_TAP_NAMES;
-      for (const char* hidden : {"scores,", "probs,"}) {
-        const std::size_t at = names.find(std::string(",") + hidden);
-        if (at != std::string::npos) names.erase(at + 1, std::strlen(hidden));
-      }
+      names.erase(names.find(",probs,"), std::strlen(",probs"));
       return names;
     }();
     description->taps = taps.c_str();
@@ -94,12 +120,10 @@ paritree_status paritree_open(const paritree_open_args* args, paritree_session**
   return guarded([&] {
     const OpenRequest request = read_open(args, session, kCacheSlots);
     const ModelConfig& config = request.config;
-    // switches of the model that these kernels do not have
-    if (config.window > 0) unsupported("window is ", config.window, ", but this engine sees every key of the prefix");
-    if (config.attention_bias) unsupported("attention_bias is set, but this engine has no biases");
-    if (config.rope_table_len > 0) unsupported("rope_table_len is ", config.rope_table_len, ", but this engine computes its tables");
-    if (config.to_cache != round_nothing) unsupported("cache_format is not float32, but this engine has no other");
-    *session = new paritree_session{{config, args->weight, args->weight_user, request.cache_slots, precision()}};
+    const Precision chosen = precision();
+    if (config.stream_experts) unsupported("stream_experts is set, but this engine keeps every expert on the device: it has no room for a model that large");
+    if (chosen == Precision::bf16 && config.to_cache == round_float16) unsupported("cache_format is float16, but in bfloat16 mode the cache holds bfloat16");
+    *session = new paritree_session{{config, args->weight, args->weight_user, request.cache_slots, chosen}};
   });
 }
 

@@ -99,9 +99,7 @@ void Device::refuse_in_capture(const char* what) const {
 
 #ifdef PARITREE_EMULATOR
 
-Device::Device(Precision precision) : processors_(4), precision_(precision) {
-  if (precision != Precision::float32) unsupported("the emulator computes in float32");
-}
+Device::Device(Precision precision) : processors_(4), precision_(precision) {}
 Device::~Device() = default;
 void* Device::allocate(int64_t bytes) {
   refuse_in_capture("memory");
@@ -171,9 +169,7 @@ Device::Device(Precision precision) : precision_(precision) {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-#ifdef PARITREE_NO_CUBLAS
-  if (precision != Precision::float32) unsupported("this library was built without cuBLAS, and its own products are float32");
-#else
+#ifndef PARITREE_NO_CUBLAS
   blas_workspace_ = allocate(kCublasWorkspace);
   blas_ = cublas_open(stream_, blas_workspace_);
 #endif
@@ -305,9 +301,19 @@ void Device::rope(const float* x, int64_t x_row, int64_t x_head, const float* co
 
 void Device::gemm(const Gemm& g) {
   if (g.rows == 0 || g.cols == 0 || g.batches == 0) return;
+  if (g.inner == 0) {  // cuBLAS refuses strides of 0
+    for (int64_t z = 0; z < g.batches; ++z) fill_rows(g.c + z * g.c_batch, g.c_row * 4, 0, g.cols * 4, g.rows);
+    return;
+  }
 #ifndef PARITREE_NO_CUBLAS
   if (blas_ != nullptr) return cublas_gemm(blas_, g, precision_);
 #endif
+  if (precision_ != Precision::float32) {
+    LAUNCH(matmul_rounded_f32, (Grid{parts(g.cols, 128), g.rows, g.batches}), 128, 0, g.a, narrow(g.a_row), static_cast<long long>(g.a_batch), g.b, narrow(g.b_row),
+           static_cast<long long>(g.b_batch), g.c, narrow(g.c_row), static_cast<long long>(g.c_batch), narrow(g.cols), narrow(g.inner), g.transposed ? 1 : 0,
+           precision_ == Precision::tf32 ? 13 : 16);
+    return;
+  }
   const auto run = [&](const char* name, auto* kernel, Grid grid) {
     launch(name, kernel, grid, 256u, 0, stream_, g.a, narrow(g.a_row), static_cast<long long>(g.a_batch), g.b, narrow(g.b_row),
            static_cast<long long>(g.b_batch), g.c, narrow(g.c_row), static_cast<long long>(g.c_batch), narrow(g.rows), narrow(g.cols), narrow(g.inner), 1.0f);

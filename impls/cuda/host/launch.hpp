@@ -151,9 +151,19 @@ class Device {
   void tree_mask_bytes(const int32_t* parents, int64_t rows, int64_t prefix_len, int32_t* positions, uint32_t* bits, uint8_t* visible, int32_t* status);
   void accept_checked(const int32_t* tokens, const int32_t* parents, const int32_t* target, int64_t rows, int32_t* path, int32_t* length, int32_t* bonus,
                       int32_t* status);
+  void add_bias(float* x, const float* bias, int64_t rows, int64_t width);
+  void round_cache(float* x, int64_t count, bool half);  // in place, to float16 or bfloat16
+  // Bits over prefix and own keys of a sliding window: bits [rows, words], seen [words]. key_positions null: key s is at position s.
+  void window_mask(const uint32_t* tree_bits, int64_t tree_words, const int32_t* key_positions, const int32_t* positions, int64_t prefix_len,
+                   const int32_t* prefix_at, int64_t rows, int64_t window, uint32_t* bits, int64_t words, uint32_t* seen);
   using NarrowAttention = AttentionOf<uint16_t>;  // bfloat16
   int64_t narrow_attention_workspace(int64_t rows, int64_t heads, int64_t kv_rank, int64_t width, int64_t keys) const;  // floats
   void tree_attention(const NarrowAttention& attention, float* workspace);
+  // Whether tree_attention of these sizes is the plain form, whose scores can be shown as they are: out [rows, heads, out_row].
+  static bool shows_scores(int64_t kv_rank, int64_t width);
+  void attention_scores(const Attention& attention, float* out, int64_t out_row);
+  void attention_scores(const NarrowAttention& attention, float* out, int64_t out_row);
+  Precision precision() const { return precision_; }
 
  private:
   static int64_t shared_bytes_of_a_block();

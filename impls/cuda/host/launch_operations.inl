@@ -60,6 +60,23 @@ void Device::accept_checked(const int32_t* tokens, const int32_t* parents, const
          length, bonus, status);
 }
 
+void Device::add_bias(float* x, const float* bias, int64_t rows, int64_t width) {
+  const int64_t count = rows * width;
+  if (count) LAUNCH(add_bias_f32, {std::min<int64_t>(parts(count, 256), 32 * processors_)}, 256, 0, x, bias, static_cast<long long>(count), narrow(width));
+}
+
+void Device::round_cache(float* x, int64_t count, bool half) {
+  if (count) LAUNCH(round_cache_f32, {std::min<int64_t>(parts(count, 256), 32 * processors_)}, 256, 0, x, static_cast<long long>(count), half ? 1 : 0);
+}
+
+void Device::window_mask(const uint32_t* tree_bits, int64_t tree_words, const int32_t* key_positions, const int32_t* positions, int64_t prefix_len,
+                         const int32_t* prefix_at, int64_t rows, int64_t window, uint32_t* bits, int64_t words, uint32_t* seen) {
+  fill(seen, 0, 4 * words);
+  if (rows)
+    LAUNCH(::window_mask, {rows}, 128, 0, tree_bits, narrow(tree_words), key_positions, positions, narrow(prefix_len), narrow(rows),
+           narrow(std::min<int64_t>(window, 0x7fffffff)), bits, narrow(words), seen, prefix_at);
+}
+
 // ---- attention on bfloat16 operands ------------------------------------------------------------------------------------
 
 int64_t Device::narrow_attention_workspace(int64_t rows, int64_t heads, int64_t kv_rank, int64_t width, int64_t keys) const {
@@ -92,6 +109,19 @@ void Device::tree_attention(const NarrowAttention& a, float* workspace) {
 #endif
   if (splits > 1)
     LAUNCH(tree_attention_merge_f32, {query_rows}, 128, 0, part_out, part_stat, narrow(splits), narrow(query_rows), narrow(a.kv_rank), a.out);
+}
+
+bool Device::shows_scores(int64_t kv_rank, int64_t width) { return !is_tiled(kv_rank, width); }
+
+void Device::attention_scores(const Attention& a, float* out, int64_t out_row) {
+  if (a.rows && out_row)
+    LAUNCH(tree_attention_scores_f32, (Grid{a.rows * a.heads}), 128, 4 * a.width, a.query, a.cache, a.pages.table, a.pages.size, a.bits, narrow(a.words),
+           narrow(a.heads), narrow(a.width), narrow(a.prefix_len), narrow(a.keys), a.scale, out, narrow(out_row), a.prefix_at);
+}
+void Device::attention_scores(const NarrowAttention& a, float* out, int64_t out_row) {
+  if (a.rows && out_row)
+    LAUNCH(tree_attention_scores_bf16, (Grid{a.rows * a.heads}), 128, 4 * a.width, a.query, a.cache, a.pages.table, a.pages.size, a.bits, narrow(a.words),
+           narrow(a.heads), narrow(a.width), narrow(a.prefix_len), narrow(a.keys), a.scale, out, narrow(out_row), a.prefix_at);
 }
 
 int64_t Device::shared_bytes_of_a_block() {

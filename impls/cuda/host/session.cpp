@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "../../native/tensors.hpp"
 #include "../../native/tree.hpp"
@@ -17,6 +18,18 @@ constexpr int64_t kFirstPositions = 256;
 constexpr std::size_t kGraphs = 256;  // kept at a time, of forward passes and of rounds each
 
 int64_t words_for(int64_t rows) { return (rows + 31) / 32; }
+
+// The float32 of a bfloat16.
+float widened(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof value);
+  return value;
+}
+template <class T>
+T widened(T value) {
+  return value;
+}
 
 // Lengths in steps of a quarter of their power of two, at least 64: a stream of n rows needs about 4 log2(n / 256) graphs, and the keys that are
 // split over the device are at most a quarter too many.
@@ -57,7 +70,8 @@ DeviceSession::DeviceSession(const ModelConfig& config, paritree_weight_fn weigh
     : config_(config),
       device_(precision),
       rope_(computed_table(config.rope)),
-      store_(device_, config.layers * ((cache_slots + kPageRows - 1) / kPageRows * kPageRows) * config.cache_dim()),
+      narrow_(precision == Precision::bf16),
+      store_(device_, config.layers * ((cache_slots + kPageRows - 1) / kPageRows * kPageRows) * row_words()),
       slots_((cache_slots + kPageRows - 1) / kPageRows * kPageRows) {
   poison_ = is_set(std::getenv("PARITREE_CUDA_POISON"));
   graphs_ = is_set(std::getenv("PARITREE_CUDA_GRAPH"));
@@ -85,7 +99,18 @@ void DeviceSession::load(paritree_weight_fn callback, void* user) {
     device_.synchronise();  // the source may be overwritten at the next call of the callback
     weights_.emplace(name, std::move(memory));
   };
+  const auto table = [&](const char* name) {
+    DLTensor tensor{};
+    const paritree_status status = callback(user, name, &tensor);
+    if (status != PARITREE_OK) failed("the weight callback answered ", status, " for ", name, "; expected float32 [", c.rope_table_len, ", ", c.rope_dim / 2, "]");
+    const float* data = checked_data<float>(name, tensor, {c.rope_table_len, c.rope_dim / 2});
+    return std::vector<float>(data, data + c.rope_table_len * (c.rope_dim / 2));
+  };
   take("embed", {c.vocab, c.hidden});
+  if (c.rope_table_len > 0) {
+    const std::vector<float> cos = table("rope_cos");
+    rope_ = carried_table(cos, table("rope_sin"), c.rope_table_len);
+  }
   for (int64_t layer = 0; layer < c.layers; ++layer) {
     const auto of = [layer](const char* name) { return std::to_string(layer) + "." + name; };
     take(of("attn_norm"), {c.hidden});
@@ -95,6 +120,12 @@ void DeviceSession::load(paritree_weight_fn callback, void* user) {
       take(of("q_b"), {c.q_rank, c.heads * c.head_dim()});
     } else {
       take(of("q"), {c.hidden, c.heads * c.head_dim()});
+    }
+    if (c.attention_bias) {
+      if (c.q_rank > 0) take(of("q_a_bias"), {c.q_rank});
+      else take(of("q_bias"), {c.heads * c.head_dim()});
+      take(of("kv_a_bias"), {c.cache_dim()});
+      take(of("o_bias"), {c.hidden});
     }
     take(of("kv_a"), {c.hidden, c.cache_dim()});
     take(of("kv_a_norm"), {c.kv_rank});
@@ -167,8 +198,7 @@ void DeviceSession::resize_pages(Sequence& sequence, int64_t rows) {
     const int32_t page = free_.back();
     free_.pop_back();
     sequence.pages.push_back(page);
-    device_.fill_rows(store_.data() + page * kPageRows * config_.cache_dim(), slots_ * config_.cache_dim() * 4, 0xff, kPageRows * config_.cache_dim() * 4,
-                      config_.layers);
+    device_.fill_rows(store_.data() + page * kPageRows * row_words(), slots_ * row_words() * 4, 0xff, kPageRows * row_words() * 4, config_.layers);
   }
 }
 
@@ -177,6 +207,7 @@ void DeviceSession::drop_pending(int32_t sequence) {
   if (found == sequences_.end()) return;
   found->second.pending = 0;
   found->second.parents.clear();
+  found->second.positions.resize(static_cast<std::size_t>(found->second.committed));
   resize_pages(found->second, found->second.committed);
   if (found->second.committed == 0) sequences_.erase(found);
 }
@@ -194,7 +225,11 @@ void DeviceSession::ensure_positions(int64_t limit) {
   while (count < limit) count *= 2;
   const int64_t half = config_.rope_dim / 2;
   std::vector<float> cos(static_cast<std::size_t>(count * half)), sin(cos.size());
-  for (int64_t p = 0; p < count; ++p) rope_(p, cos.data() + p * half, sin.data() + p * half);
+  const int64_t known_positions = config_.rope_table_len > 0 ? std::min(count, config_.rope_table_len) : count;
+  for (int64_t p = 0; p < known_positions; ++p) rope_(p, cos.data() + p * half, sin.data() + p * half);
+  // past carried tables: NaN, which only padding may meet (check_position)
+  std::fill(cos.begin() + static_cast<std::ptrdiff_t>(known_positions * half), cos.end(), std::numeric_limits<float>::quiet_NaN());
+  std::fill(sin.begin() + static_cast<std::ptrdiff_t>(known_positions * half), sin.end(), std::numeric_limits<float>::quiet_NaN());
   // not through buffer(): tables are kept, and poison would take them
   for (const auto& [name, values] : {std::pair<const char*, const std::vector<float>*>{"cos table", &cos}, {"sin table", &sin}}) {
     Memory<float> memory(device_, count * half);
@@ -206,6 +241,11 @@ void DeviceSession::ensure_positions(int64_t limit) {
   rounds_.clear();  // they hold the old tables
   forwards_.clear();
   positions_ = count;
+}
+
+void DeviceSession::check_position(int64_t position) const {
+  if (config_.rope_table_len > 0 && position >= config_.rope_table_len)
+    invalid("position is ", position, ", but the carried rotary tables end at ", config_.rope_table_len - 1);
 }
 
 void DeviceSession::commit(int32_t sequence, const int32_t* path, int64_t path_count) {
@@ -220,10 +260,13 @@ void DeviceSession::commit(int32_t sequence, const int32_t* path, int64_t path_c
     const int32_t kept = static_cast<int32_t>(path_count);
     device_.copy_in(on_device, path, path_count * 4);
     device_.copy_in(on_device + path_count, &kept, 4);
-    device_.compact(store_.data(), slots_ * config_.cache_dim(), {page_table(sequence, 0), static_cast<int>(kPageRows)}, on_device, on_device + path_count,
-                    of.committed, nullptr, config_.cache_dim(), config_.layers);
+    device_.compact(store_.data(), slots_ * row_words(), {page_table(sequence, 0), static_cast<int>(kPageRows)}, on_device, on_device + path_count,
+                    of.committed, nullptr, row_words(), config_.layers);
     device_.synchronise();
   }
+  int32_t* pending_at = of.positions.data() + of.committed;
+  for (int64_t j = 0; j < path_count; ++j) pending_at[j] = pending_at[path[j]];
+  of.positions.resize(static_cast<std::size_t>(of.committed + path_count));
   of.committed += path_count;
   of.pending = 0;
   of.parents.clear();
@@ -233,19 +276,27 @@ void DeviceSession::commit(int32_t sequence, const int32_t* path, int64_t path_c
 void DeviceSession::keep_committed(int32_t sequence, int64_t rows) {
   Sequence& of = known(sequence);
   of.committed = std::min(of.committed, rows);
+  of.positions.resize(static_cast<std::size_t>(of.committed));
   resize_pages(of, of.committed);
 }
 
 void DeviceSession::cache_rows(int32_t sequence, int64_t layer, float* out) {
   const Sequence& of = known(sequence);
-  const int64_t width = config_.cache_dim();
+  const int64_t width = config_.cache_dim(), words = row_words();
   std::vector<int32_t> slots;
   for (int64_t i = 0; i < of.committed; ++i) slots.push_back(of.pages[static_cast<std::size_t>(i / kPageRows)] * static_cast<int32_t>(kPageRows) + static_cast<int32_t>(i % kPageRows));
   int32_t* on_device = buffer<int32_t>("row slots", of.committed);
-  float* rows = buffer<float>("rows", of.committed * width);
+  float* rows = buffer<float>("rows", of.committed * words);
   device_.copy_in(on_device, slots.data(), of.committed * 4);
-  device_.gather(store_.data() + layer * slots_ * width, on_device, rows, of.committed, width);
-  device_.copy_out(out, rows, of.committed * width * 4);
+  device_.gather(store_.data() + layer * slots_ * words, on_device, rows, of.committed, words);
+  if (!narrow_) {
+    device_.copy_out(out, rows, of.committed * width * 4);
+    return;
+  }
+  std::vector<uint16_t> narrow(static_cast<std::size_t>(of.committed * padded_width()));
+  device_.copy_out(narrow.data(), rows, of.committed * words * 4);
+  for (int64_t i = 0; i < of.committed; ++i)
+    for (int64_t column = 0; column < width; ++column) out[i * width + column] = widened(narrow[static_cast<std::size_t>(i * padded_width() + column)]);
 }
 
 void DeviceSession::evict(int32_t sequence) {
@@ -263,13 +314,14 @@ void DeviceSession::fork(int32_t source, int32_t target) {
     sequences_.erase(target);
     throw;
   }
-  const int64_t page_floats = kPageRows * config_.cache_dim();
+  const int64_t page_floats = kPageRows * row_words();
   for (std::size_t i = 0; i < copy.pages.size(); ++i) {
     // whole pages; rows past the end of the source are NaN there and stay NaN here
-    device_.copy_rows(store_.data() + copy.pages[i] * page_floats, store_.data() + sequences_.at(source).pages[i] * page_floats, slots_ * config_.cache_dim() * 4,
+    device_.copy_rows(store_.data() + copy.pages[i] * page_floats, store_.data() + sequences_.at(source).pages[i] * page_floats, slots_ * row_words() * 4,
                       page_floats * 4, config_.layers);
   }
   copy.committed = rows;
+  copy.positions.assign(sequences_.at(source).positions.begin(), sequences_.at(source).positions.begin() + rows);
 }
 
 // ---- the plan of a batch ---------------------------------------------------------------------------------------------
@@ -279,6 +331,7 @@ void DeviceSession::check_rows(const BatchRows& rows) const {
     const std::size_t at = static_cast<std::size_t>(i);
     if (rows.token[at] < 0 || rows.token[at] >= config_.vocab) invalid("token[", i, "] is ", rows.token[at], ", but must be between 0 and ", config_.vocab - 1);
     if (rows.position[at] < 0) invalid("position[", i, "] is ", rows.position[at], ", but positions start at 0");
+    check_position(rows.position[at]);
     const int32_t parent = rows.parent[at];
     if (parent < -1 || parent >= i) invalid("parent[", i, "] is ", parent, ", but must be -1 or an earlier row of the batch");
     if (parent >= 0 && rows.sequence[static_cast<std::size_t>(parent)] != rows.sequence[at]) {
@@ -315,8 +368,9 @@ DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& orde
     }
   }
   Batch batch;
-  std::vector<int32_t> local(static_cast<std::size_t>(count)), tokens, slots, positions, parents, sorted_at(static_cast<std::size_t>(count)), wanted, prefixes, tables;
-  std::vector<int64_t> pages_at;
+  std::vector<int32_t> local(static_cast<std::size_t>(count)), tokens, slots, positions, parents, sorted_at(static_cast<std::size_t>(count)), wanted, prefixes, tables,
+      key_positions;
+  std::vector<int64_t> pages_at, keys_at;
   int64_t words_total = 0, furthest = 0;
   for (const auto& [sequence, own] : members) {
     const int64_t size = static_cast<int64_t>(own.size()), all = padded ? rows_bucket(size) : size;
@@ -324,6 +378,13 @@ DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& orde
     const int64_t prefix = of.committed, keys = keys_bucket(prefix + all);
     of.pending = size;
     of.parents.clear();
+    of.positions.resize(static_cast<std::size_t>(prefix));
+    if (config_.window > 0) {
+      keys_at.push_back(static_cast<int64_t>(key_positions.size()));
+      key_positions.insert(key_positions.end(), of.positions.begin(), of.positions.end());
+      key_positions.resize(static_cast<std::size_t>(keys_at.back() + keys), 0);
+    }
+    batch.columns = std::max(batch.columns, prefix + size);
     batch.plan.spans.push_back({batch.plan.rows, all, keys - all, nullptr, nullptr, nullptr, words_for(all)});
     batch.shape.push_back(all);
     batch.shape.push_back(keys);
@@ -346,6 +407,7 @@ DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& orde
       furthest = std::max<int64_t>(furthest, rows.position[row]);
       of.parents.push_back(rows.parent[row] < 0 ? -1 : local[static_cast<std::size_t>(rows.parent[row])]);
       parents.push_back(of.parents.back());
+      of.positions.push_back(rows.position[row]);
     }
     prefixes.push_back(static_cast<int32_t>(prefix));
     pages_at.push_back(static_cast<int64_t>(tables.size()));
@@ -364,7 +426,7 @@ DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& orde
 
   std::vector<int32_t> inputs;
   std::vector<std::size_t> at;
-  for (const std::vector<int32_t>* part : {&tokens, &slots, &positions, &parents, &prefixes, &wanted, &tables}) {
+  for (const std::vector<int32_t>* part : {&tokens, &slots, &positions, &parents, &prefixes, &wanted, &key_positions, &tables}) {
     at.push_back(inputs.size());
     inputs.insert(inputs.end(), part->begin(), part->end());
   }
@@ -384,7 +446,8 @@ DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& orde
       span.prefix_at = nullptr;
       span.prefix_len = prefixes[number];
     }
-    span.pages = on_device + at[6] + pages_at[number];
+    span.pages = on_device + at[7] + pages_at[number];
+    if (config_.window > 0) span.key_positions = on_device + at[6] + keys_at[number];
     span.bits = bits;
     bits += span.rows * span.words;
   }
@@ -406,39 +469,44 @@ void DeviceSession::tap(const TapSink& taps, const Order* order, const char* nam
   taps_.push_back({name, layer, std::is_same_v<T, int32_t>, order != nullptr, reinterpret_cast<const char*>(copy), rows, 1, width, 0, width, std::move(tail)});
 }
 
-// Parts of the rows that the next operations read: fresh cache rows [latent | k_rope], queries [absorbed | rotated].
-void DeviceSession::tap_parts(const TapSink& taps, int64_t layer, const float* fresh, const float* query, int64_t rows) {
-  const int64_t rank = config_.kv_rank, dim = config_.rope_dim, width = config_.cache_dim(), heads = config_.heads;
+// Parts of the rows that attention reads, in the format in which it reads them: fresh cache rows [latent | k_rope], queries [absorbed | rotated].
+template <class Element>
+void DeviceSession::tap_parts(const TapSink& taps, int64_t layer, const Element* fresh, const Element* query, int64_t rows, int64_t width) {
+  const int64_t rank = config_.kv_rank, dim = config_.rope_dim, heads = config_.heads;
+  constexpr int64_t bytes = sizeof(Element);
+  constexpr bool narrow = std::is_same_v<Element, uint16_t>;
   if (!taps.wants("latent") && !taps.wants("q_rope") && !taps.wants("k_rope") && !taps.wants("q_absorb")) return;
-  float* rows_copy = buffer<float>(text("tap cache rows ", layer), rows * width);
-  float* query_copy = buffer<float>(text("tap query ", layer), rows * heads * width);
-  device_.copy(rows_copy, fresh, rows * width * 4);
-  device_.copy(query_copy, query, rows * heads * width * 4);
+  Element* rows_copy = buffer<Element>(text("tap cache rows ", layer), rows * width);
+  Element* query_copy = buffer<Element>(text("tap query ", layer), rows * heads * width);
+  device_.copy(rows_copy, fresh, rows * width * bytes);
+  device_.copy(query_copy, query, rows * heads * width * bytes);
   const char *of_rows = reinterpret_cast<const char*>(rows_copy), *of_query = reinterpret_cast<const char*>(query_copy);
-  const TapRecord parts[] = {{"latent", layer, false, true, of_rows, rows, 1, width, 0, rank, {rank}},
-                             {"q_rope", layer, false, true, of_query, rows, heads, width, rank, dim, {heads, dim}},
-                             {"k_rope", layer, false, true, of_rows, rows, 1, width, rank, dim, {dim}},
-                             {"q_absorb", layer, false, true, of_query, rows, heads, width, 0, rank, {heads, rank}}};
+  const TapRecord parts[] = {{"latent", layer, false, true, of_rows, rows, 1, width, 0, rank, {rank}, narrow},
+                             {"q_rope", layer, false, true, of_query, rows, heads, width, rank, dim, {heads, dim}, narrow},
+                             {"k_rope", layer, false, true, of_rows, rows, 1, width, rank, dim, {dim}, narrow},
+                             {"q_absorb", layer, false, true, of_query, rows, heads, width, 0, rank, {heads, rank}, narrow}};
   for (const TapRecord& part : parts)
     if (taps.wants(part.name.c_str())) taps_.push_back(part);
 }
 
-template <class T>
-void DeviceSession::push_tap(const TapRecord& record, const Order& order, int64_t kept, const TapSink& taps) {
+template <class T, class Out>
+void DeviceSession::push_tap(const TapRecord& record, const Order& order, const Batch& batch, const TapSink& taps) {
   std::vector<T> found(static_cast<std::size_t>(record.rows * record.groups * record.pitch));
   device_.copy_out(found.data(), record.data, static_cast<int64_t>(found.size() * sizeof(T)));
-  const int64_t rows = record.sorted ? std::count_if(order.batch.begin(), order.batch.end(), [](int64_t row) { return row >= 0; }) : kept;
-  std::vector<T> out(static_cast<std::size_t>(rows * record.groups * record.size));
+  const int64_t rows = record.sorted ? std::count_if(order.batch.begin(), order.batch.end(), [](int64_t row) { return row >= 0; }) : batch.kept;
+  const int64_t size = record.size < 0 ? batch.columns : record.size;
+  std::vector<Out> out(static_cast<std::size_t>(rows * record.groups * size));
   for (int64_t row = 0; row < record.rows; ++row) {
-    const int64_t target = record.sorted ? order.batch[static_cast<std::size_t>(row)] : row < kept ? row : -1;
-    for (int64_t group = 0; target >= 0 && group < record.groups; ++group)
-      std::copy_n(found.begin() + (row * record.groups + group) * record.pitch + record.begin, record.size,
-                  out.begin() + (target * record.groups + group) * record.size);
+    const int64_t target = record.sorted ? order.batch[static_cast<std::size_t>(row)] : row < batch.kept ? row : -1;
+    for (int64_t group = 0; target >= 0 && group < record.groups; ++group) {
+      const T* from = found.data() + (row * record.groups + group) * record.pitch + record.begin;
+      std::transform(from, from + size, out.begin() + (target * record.groups + group) * size, [](T value) -> Out { return widened(value); });
+    }
   }
   const char* name = record.name.c_str();
   if (record.tail.empty()) taps.push(name, record.layer, out.data(), {rows});
   else if (record.tail.size() == 1) taps.push(name, record.layer, out.data(), {rows, record.tail[0]});
-  else taps.push(name, record.layer, out.data(), {rows, record.tail[0], record.tail[1]});
+  else taps.push(name, record.layer, out.data(), {rows, record.tail[0], record.tail[1] < 0 ? size : record.tail[1]});
 }
 
 void DeviceSession::matmul(const float* x, int64_t rows, int64_t inner, const float* w, int64_t cols, float* out) {
@@ -452,7 +520,11 @@ void DeviceSession::forward(const BatchRows& rows, float* logits, const TapSink&
   const Batch batch = plan_host(rows, order);
   try {
     run_forward(batch, order, taps);
-    for (const TapRecord& record : taps_) record.integers ? push_tap<int32_t>(record, order, batch.kept, taps) : push_tap<float>(record, order, batch.kept, taps);
+    for (const TapRecord& record : taps_) {
+      if (record.integers) push_tap<int32_t>(record, order, batch, taps);
+      else if (record.narrow) push_tap<uint16_t, float>(record, order, batch, taps);
+      else push_tap<float>(record, order, batch, taps);
+    }
     if (logits != nullptr) device_.copy_out(logits, buffers_.at("logits").data(), batch.kept * config_.vocab * 4);
     device_.synchronise();
   } catch (...) {
@@ -570,6 +642,28 @@ std::vector<int32_t> DeviceSession::choices(const BatchRows& rows, const std::ve
   return ids;
 }
 
+void DeviceSession::make_masks(const Plan& plan) {
+  masks_.clear();
+  int64_t bits_total = 0, seen_total = 0;
+  for (const Span& span : plan.spans) {
+    masks_.push_back({span.bits, span.words, span.prefix_len, span.prefix_at, nullptr});
+    bits_total += span.rows * words_for(span.prefix_len + span.rows);
+    seen_total += words_for(span.prefix_len + span.rows);
+  }
+  if (config_.window == 0) return;
+  uint32_t* bits = buffer<uint32_t>("window bits", bits_total);
+  uint32_t* seen = buffer<uint32_t>("window seen", seen_total);
+  for (std::size_t i = 0; i < plan.spans.size(); ++i) {
+    const Span& span = plan.spans[i];
+    const int64_t words = words_for(span.prefix_len + span.rows);
+    device_.window_mask(span.bits, span.words, span.key_positions, plan.positions + span.first, span.prefix_len, span.prefix_at, span.rows, config_.window, bits,
+                        words, seen);
+    masks_[i] = {bits, words, 0, nullptr, seen};
+    bits += span.rows * words;
+    seen += words;
+  }
+}
+
 const float* DeviceSession::run_layers(const Plan& plan, const Order* order, const TapSink& taps) {
   const int64_t rows = plan.rows, hidden = config_.hidden, half = config_.rope_dim / 2;
   float* residual = buffer<float>("residual", rows * hidden);
@@ -579,6 +673,7 @@ const float* DeviceSession::run_layers(const Plan& plan, const Order* order, con
   device_.gather(weight("sin table"), plan.positions, sin, rows, half);
   device_.gather(weight("embed"), plan.tokens, residual, rows, hidden);
   tap(taps, order, "embed", -1, residual, rows, {rows, hidden});
+  make_masks(plan);
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
     attention(plan, order, layer, cos, sin, residual, taps);
     feed_forward(rows, order, layer, residual, taps);
@@ -597,16 +692,19 @@ void DeviceSession::attention(const Plan& plan, const Order* order, int64_t laye
     float* q_a = buffer<float>("q_a", rows * c.q_rank);
     float* q_a_norm = buffer<float>("q_a_norm", rows * c.q_rank);
     matmul(x, rows, c.hidden, of_layer(layer, "q_a"), c.q_rank, q_a);
+    if (c.attention_bias) device_.add_bias(q_a, of_layer(layer, "q_a_bias"), rows, c.q_rank);
     tap(taps, order, "q_a", layer, q_a, rows, {rows, c.q_rank});
     device_.rms_norm(q_a, c.q_rank, of_layer(layer, "q_a_norm"), c.latent_eps, q_a_norm, c.q_rank, rows, c.q_rank);
     tap(taps, order, "q_a_norm", layer, q_a_norm, rows, {rows, c.q_rank});
     matmul(q_a_norm, rows, c.q_rank, of_layer(layer, "q_b"), heads * head_dim, q);
   } else {
     matmul(x, rows, c.hidden, of_layer(layer, "q"), heads * head_dim, q);
+    if (c.attention_bias) device_.add_bias(q, of_layer(layer, "q_bias"), rows, heads * head_dim);
   }
   tap(taps, order, "q", layer, q, rows, {rows, heads, head_dim});
   float* kv = buffer<float>("kv_a", rows * width);
   matmul(x, rows, c.hidden, of_layer(layer, "kv_a"), width, kv);
+  if (c.attention_bias) device_.add_bias(kv, of_layer(layer, "kv_a_bias"), rows, width);
   tap(taps, order, "kv_a", layer, kv, rows, {rows, width});
 
   // new cache rows [latent | k_rope], and queries [absorbed | rotated], written into their places
@@ -617,17 +715,17 @@ void DeviceSession::attention(const Plan& plan, const Order* order, int64_t laye
   device_.rope(kv + rank, width, dim, cos, sin, fresh + rank, width, dim, rows, 1, dim, half_layout);
   device_.rope(q + c.nope_dim, heads * head_dim, head_dim, cos, sin, query + rank, heads * width, width, rows, heads, dim, half_layout);
   device_.gemm({q, heads * head_dim, head_dim, of_layer(layer, "w_kc"), rank, c.nope_dim * rank, query, heads * width, width, rows, rank, c.nope_dim, heads, false});
-  if (order != nullptr) tap_parts(taps, layer, fresh, query, rows);
-  float* layer_store = store_.data() + layer * slots_ * width;
-  device_.scatter(fresh, plan.slots, layer_store, rows, width);
   float* o_latent = buffer<float>("o_latent", rows * heads * rank);
-  int64_t workspace = 0;
-  for (const Span& span : plan.spans) workspace = std::max(workspace, device_.attention_workspace(span.rows, heads, rank, width, span.prefix_len + span.rows));
-  float* work = workspace ? buffer<float>("attention workspace", workspace) : nullptr;
-  for (const Span& span : plan.spans) {
-    device_.tree_attention({query + span.first * heads * width, layer_store, {span.pages, static_cast<int>(kPageRows)}, span.bits, span.words, span.rows, heads,
-                            rank, width, span.prefix_len, span.prefix_len + span.rows, span.prefix_at, c.softmax_scale, o_latent + span.first * heads * rank},
-                           work);
+  if (narrow_) {
+    const int64_t padded = padded_width();
+    uint16_t* narrow_fresh = buffer<uint16_t>("narrow cache rows", rows * padded);
+    uint16_t* narrow_query = buffer<uint16_t>("narrow query", rows * heads * padded);
+    device_.cast_rows(fresh, width, narrow_fresh, padded, rows, width);
+    device_.cast_rows(query, width, narrow_query, padded, rows * heads, width);
+    attend(plan, order, layer, narrow_fresh, narrow_query, padded, o_latent, taps);
+  } else {
+    if (c.to_cache != round_nothing) device_.round_cache(fresh, rows * width, c.to_cache == round_float16);
+    attend(plan, order, layer, fresh, query, width, o_latent, taps);
   }
   tap(taps, order, "o_latent", layer, o_latent, rows, {rows, heads, rank});
   float* o_heads = buffer<float>("o_heads", rows * heads * c.v_dim);
@@ -635,9 +733,40 @@ void DeviceSession::attention(const Plan& plan, const Order* order, int64_t laye
   tap(taps, order, "o_heads", layer, o_heads, rows, {rows, heads, c.v_dim});
   float* out = buffer<float>("attn_out", rows * c.hidden);
   matmul(o_heads, rows, heads * c.v_dim, of_layer(layer, "o"), c.hidden, out);
+  if (c.attention_bias) device_.add_bias(out, of_layer(layer, "o_bias"), rows, c.hidden);
   tap(taps, order, "attn_out", layer, out, rows, {rows, c.hidden});
   device_.add(residual, out, residual, rows * c.hidden);
   tap(taps, order, "attn_residual", layer, residual, rows, {rows, c.hidden});
+}
+
+// The new cache rows into the cache, and attention over it: fresh [rows, width], query [rows, heads, width]; columns past cache_dim are zero.
+template <class Element>
+void DeviceSession::attend(const Plan& plan, const Order* order, int64_t layer, const Element* fresh, const Element* query, int64_t width, float* o_latent,
+                           const TapSink& taps) {
+  const int64_t rows = plan.rows, heads = config_.heads, rank = config_.kv_rank;
+  if (order != nullptr) tap_parts(taps, layer, fresh, query, rows, width);
+  float* layer_store = store_.data() + layer * slots_ * row_words();
+  device_.scatter(reinterpret_cast<const float*>(fresh), plan.slots, layer_store, rows, row_words());  // words, whatever they hold
+  std::vector<Device::AttentionOf<Element>> calls;
+  int64_t workspace = 0, columns = 0;
+  for (std::size_t i = 0; i < plan.spans.size(); ++i) {
+    const Span& span = plan.spans[i];
+    const Mask& mask = masks_[i];
+    const int64_t keys = span.prefix_len + span.rows;
+    columns = std::max(columns, keys);
+    workspace = std::max(workspace, std::is_same_v<Element, uint16_t> ? device_.narrow_attention_workspace(span.rows, heads, rank, width, keys)
+                                                                      : device_.attention_workspace(span.rows, heads, rank, width, keys));
+    calls.push_back({query + span.first * heads * width, reinterpret_cast<const Element*>(layer_store), {span.pages, static_cast<int>(kPageRows)}, mask.bits,
+                     mask.words, span.rows, heads, rank, width, mask.prefix_len, keys, mask.prefix_at, config_.softmax_scale,
+                     o_latent + span.first * heads * rank, mask.seen});
+  }
+  float* work = workspace ? buffer<float>("attention workspace", workspace) : nullptr;
+  for (const Device::AttentionOf<Element>& call : calls) device_.tree_attention(call, work);
+  if (order != nullptr && taps.wants("scores") && Device::shows_scores(rank, width)) {
+    float* scores = buffer<float>(text("tap scores ", layer), rows * heads * columns);
+    for (std::size_t i = 0; i < calls.size(); ++i) device_.attention_scores(calls[i], scores + plan.spans[i].first * heads * columns, columns);
+    taps_.push_back({"scores", layer, false, true, reinterpret_cast<const char*>(scores), rows, heads, columns, 0, -1, {heads, -1}});
+  }
 }
 
 // down(silu(gate(x)) * up(x)) of the dense block (prefix "") or of the shared expert ("shared_")
@@ -824,8 +953,8 @@ void DeviceSession::launch_round(const Round& round) {
     int32_t *path = own + 2 * nodes, *found = own + 3 * nodes;
     const Span& span = plan.spans[static_cast<std::size_t>(i)];
     device_.accept(own, own + nodes, target + i * nodes, found, nodes, path, found + 1, found + 2, round.status());
-    device_.compact(store_.data(), slots_ * config_.cache_dim(), {span.pages, static_cast<int>(kPageRows)}, path, found + 1, span.prefix_len, span.prefix_at,
-                    config_.cache_dim(), config_.layers);
+    device_.compact(store_.data(), slots_ * row_words(), {span.pages, static_cast<int>(kPageRows)}, path, found + 1, span.prefix_len, span.prefix_at,
+                    row_words(), config_.layers);
   }
 }
 
@@ -848,11 +977,23 @@ std::vector<DeviceSession::Outcome> DeviceSession::finish_round(const Round& rou
     failed("the draft tree of a round is malformed (status ", problem, ")");
   }
   std::vector<Outcome> outcomes;
+  for (int64_t i = 0; config_.rope_table_len > 0 && i < streams; ++i) {
+    const int32_t *own = host.data() + i * record, *parents = own + nodes;
+    std::vector<int64_t> depth(1, 0);
+    for (int64_t node = 1; node <= own[3 * nodes]; ++node) depth.push_back(depth[static_cast<std::size_t>(parents[node])] + 1);
+    try {
+      check_position(committed(drafts[static_cast<std::size_t>(i)].sequence) + *std::max_element(depth.begin(), depth.end()));
+    } catch (...) {
+      for (const Draft& draft : drafts) drop_pending(draft.sequence);
+      throw;
+    }
+  }
   for (int64_t i = 0; i < streams; ++i) {
     const int32_t* own = host.data() + i * record;
     const int64_t size = own[3 * nodes] + 1, length = own[3 * nodes + 1];
     outcomes.push_back({{own, own + size}, {own + nodes, own + nodes + size}, {own + 2 * nodes, own + 2 * nodes + length}, own[3 * nodes + 2]});
     Sequence& of = known(drafts[static_cast<std::size_t>(i)].sequence);
+    for (int64_t j = 0; j < length; ++j) of.positions.push_back(static_cast<int32_t>(of.committed + j));
     of.committed += length;
     resize_pages(of, of.committed);
   }

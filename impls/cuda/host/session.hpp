@@ -47,6 +47,15 @@ struct Span {
   const int32_t* pages;      // on the device
   const uint32_t* bits;  // [rows, words] on the device
   int64_t words;
+  const int32_t* key_positions = nullptr;  // of the prefix, on the device, for a sliding window; null: key s is at position s
+};
+
+// What the rows of a span see, as attention takes it: the tree's bits after a whole prefix, or bits over all keys.
+struct Mask {
+  const uint32_t* bits;
+  int64_t words, prefix_len;
+  const int32_t* prefix_at;
+  const uint32_t* seen;
 };
 
 // A batch whose plan is on the device already. Rows are padded to a few sizes (rows_bucket), so that batches of nearly one shape are one graph;
@@ -134,7 +143,8 @@ class DeviceSession {
     std::vector<int32_t> pages;
     int64_t committed = 0;
     int64_t pending = 0;
-    std::vector<int32_t> parents;  // of the pending rows
+    std::vector<int32_t> parents;    // of the pending rows
+    std::vector<int32_t> positions;  // of the committed rows, then of the pending ones
   };
 
   void load(paritree_weight_fn weight, void* user);
@@ -147,12 +157,14 @@ class DeviceSession {
   void drop_pending(int32_t sequence);
   const int32_t* page_table(int32_t sequence, int64_t spare_rows);
   void ensure_positions(int64_t limit);
+  void check_position(int64_t position) const;  // against carried rotary tables
   struct Order;  // batch order <-> order by sequence
   // A forward pass whose inputs are on the device.
   struct Batch {
     Plan plan;
     const int32_t *parents, *wanted;  // [T] within the span, -1: the prefix; [kept_rows] rows whose logits are wanted
     int64_t kept = 0, kept_rows = 0;  // without and with padding
+    int64_t columns = 0;              // keys of the longest sequence, its rows of this batch included
     std::vector<int64_t> shape;       // what decides the launches
   };
   // A tap as it waits on the device: of each group of `pitch` numbers those from `begin` on. Groups are rows, or the heads of rows.
@@ -161,38 +173,48 @@ class DeviceSession {
     int64_t layer;
     bool integers, sorted;  // sorted: rows in the order of the plan, else the wanted rows
     const char* data;
-    int64_t rows, groups, pitch, begin, size;
+    int64_t rows, groups, pitch, begin, size;  // size -1: the key columns of the batch
     std::vector<int64_t> tail;  // the shape after the rows
+    bool narrow = false;        // bfloat16
   };
   Batch plan_host(const BatchRows& rows, Order& order);
   void launch_masks(const Batch& batch);
   void launch_forward(const Batch& batch, const Order& order, const TapSink& taps);
   void run_forward(const Batch& batch, const Order& order, const TapSink& taps);
-  template <class T>
-  void push_tap(const TapRecord& record, const Order& order, int64_t kept, const TapSink& taps);
+  template <class T, class Out = T>
+  void push_tap(const TapRecord& record, const Order& order, const Batch& batch, const TapSink& taps);
 
   void launch_round(const Round& round);
   Draws upload_draws(const std::vector<History>& histories, int64_t history_max);
   static void check_draws(int32_t status);
 
+  void make_masks(const Plan& plan);
   const float* run_layers(const Plan& plan, const Order* order, const TapSink& taps);
   void attention(const Plan& plan, const Order* order, int64_t layer, const float* cos, const float* sin, float* residual, const TapSink& taps);
   void feed_forward(int64_t rows, const Order* order, int64_t layer, float* residual, const TapSink& taps);
   void gated(int64_t rows, const Order* order, int64_t layer, const std::string& prefix, int64_t width, const float* x, float* out, const TapSink& taps);
   void matmul(const float* x, int64_t rows, int64_t inner, const float* w, int64_t cols, float* out);
   const float* head(const float* residual, int64_t rows, float** normed);
-  void tap_parts(const TapSink& taps, int64_t layer, const float* fresh, const float* query, int64_t rows);
+  template <class Element>
+  void tap_parts(const TapSink& taps, int64_t layer, const Element* fresh, const Element* query, int64_t rows, int64_t width);
   template <class T>
   void tap(const TapSink& taps, const Order* order, const char* name, int64_t layer, const T* data, int64_t rows, std::initializer_list<int64_t> shape);
 
   template <class T>
   T* buffer(const std::string& name, int64_t count);
 
+  int64_t padded_width() const { return (config_.cache_dim() + 1) / 2 * 2; }
+  int64_t row_words() const { return narrow_ ? padded_width() / 2 : config_.cache_dim(); }
+  template <class Element>
+  void attend(const Plan& plan, const Order* order, int64_t layer, const Element* fresh, const Element* query, int64_t width, float* o_latent, const TapSink& taps);
+
   ModelConfig config_;
   Device device_;
   RopeTable rope_;
   std::map<std::string, Memory<float>> weights_;
-  Memory<float> store_;  // [layers, slots, cache_dim]
+  // In bfloat16 mode the cache holds bfloat16: rows of padded_width() elements, two a word. Else float32 rows, rounded to the configuration's format.
+  bool narrow_;
+  Memory<float> store_;  // [layers, slots, row_words()]
   int64_t slots_;
   std::vector<int32_t> free_;  // pages
   std::map<int32_t, Sequence> sequences_;
@@ -208,6 +230,7 @@ class DeviceSession {
   std::map<RoundShape, Recorded> rounds_;  // these two are dropped whenever memory moves
   std::map<std::pair<std::vector<int64_t>, std::vector<std::string>>, Recorded> forwards_;  // by shape and taps
   std::vector<TapRecord> taps_;  // of the last forward pass
+  std::vector<Mask> masks_;      // of the batch that is launched, one a span
   int64_t replays_ = 0;
   const Sampling* sampling_ = nullptr;
 };
