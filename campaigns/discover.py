@@ -27,7 +27,7 @@ from spec.engine import Description
 from spec.weights import is_large
 
 BATCH = {"op": 16, "tree": 16, "session": 8}  # at most; operations share one trip, sessions one open model
-BATCH_BLIND = 4  # sessions of one model: of a black box more models show more than more sessions
+BATCH_BLIND = 2  # sessions of one model: of a black box more models show more than more sessions
 BYTES = 8_000  # of entropy per batch, more than any draws (Hypothesis reads 8 KiB at most)
 SESSION_HAZARDS = ("views", "freed", "repeat")  # what the worker does to the arrays of a script
 RELATION_EVERY, RELATION_EVERY_BLIND = 15, 3  # sessions without a relation for each one with: taps prove more, and cost less
@@ -80,7 +80,7 @@ def diet_of(description: Description, *, hazards: bool = True, views: bool = Tru
         sessions=sessions,
         loops=sessions and "generate" in can,
         samples=sessions and {"generate", "sampling"} <= can,
-        hides_trees=sessions and "generate" in can and "generate_tree" not in can,
+        hides_trees=sessions and {"generate", "hidden_trees"} <= can,
         op_hazards=tuple(name for name in HAZARDS if views or name != "views") if hazards else (),
         session_hazards=(
             *(name for name in strategies.PLAN_HAZARDS if NEEDED_BY.get(name, frozenset()) <= can),

@@ -303,6 +303,15 @@ def _generate(draw: Draw, size: str, samples: bool = False) -> GenerateCase:
 _BUDGETS = (2, 1, 3, 4, 5, 6, 7, 8, 9, 12, 16, 20, 33, 40)  # a mask of 32 columns ends in the tree, small vocabularies in the budget
 
 
+def long_prompts(model: Model) -> st.SearchStrategy[list[SessionCase]]:
+    """One session with more keys than a block of any usual kernel, and a tree behind them: without taps an engine takes them in one go."""
+    name, overrides, seed, regime, checkpoint = model
+    prompts = st.tuples(_pick((257, 270, 289)), _int(0, 1000)).map(lambda prompt: (prompt,))
+    rounds = _tree(4).map(lambda tree: ((tree,), ((),)))
+    fixed = (st.just(part) for part in (name, overrides, seed, regime))
+    return st.lists(st.builds(SessionCase, *fixed, prompts, rounds, checkpoint=st.just(checkpoint)), min_size=1, max_size=1)
+
+
 @st.composite
 def loop_sessions(draw: Draw, model: Model, size: str, samples: bool = False) -> SessionCase:
     """Short prompts and then the engine's own loop, for an engine that does not say which trees it builds: the drafter puts the target's
@@ -356,8 +365,8 @@ def models(draw: Draw, size: str, checkpoint: str = "", only: str = "", long_sum
         return "tiny", (), 0, "ordinary", checkpoint
     name = only or draw(_pick(("tiny",) if small else ("tiny", "tiny", "tiny", "tiny-softmax", "small")))
     overrides = () if small and draw(st.booleans()) else draw(_overrides(name))
-    if long_sums and not small and not overrides and draw(_int(0, 1)):
-        overrides = LONG_SUM
+    if long_sums and not small and draw(_int(0, 49)) == 49:
+        overrides = LONG_SUM if name == "tiny" else overrides
     partners = next((regimes for field, regimes in PARTNERS.items() if field in dict(overrides)), ())
     regime = draw(_pick(("ordinary",) * 6 + tuple(WEIGHT_REGIMES) + 6 * partners))
     return name, overrides, draw(_int(0, WEIGHT_SEEDS - 1)), regime, ""
@@ -427,10 +436,16 @@ def session_batches(
 
     def of_model(model: Model) -> st.SearchStrategy[list[SessionCase]]:
         one = sessions_of(model, size, loops, hazards, relations, samples)
+        if hides_trees and model[1] == LONG_SUM:
+            return st.lists(one, min_size=1, max_size=1)
         whole = st.lists(one.map(lengthened) if size == "full" else one, min_size=1, max_size=most)
         if not (hides_trees and loops):
             return whole
-        return st.one_of(whole, st.lists(loop_sessions(model, size, samples), min_size=1, max_size=most))
+        loop = st.lists(loop_sessions(model, size, samples), min_size=1, max_size=most)
+        if size == "small":
+            return whole | loop
+        long = whole if "rope_table_len" in dict(model[1]) else long_prompts(model)
+        return _int(0, 47).flatmap(lambda kind: long if kind == 47 else loop if kind % 2 else whole)
 
     return models(size, checkpoint, only, hides_trees).flatmap(of_model)
 

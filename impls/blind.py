@@ -36,9 +36,8 @@ class BlindEngine:
 
     def describe(self) -> Description:
         shown = self._inner.describe()
-        return dataclasses.replace(
-            shown, name=BLIND + shown.name, capabilities=shown.capabilities - HIDDEN, ops=frozenset[str](), taps=frozenset[str]()
-        )
+        capabilities = shown.capabilities - HIDDEN | ({"hidden_trees"} if "generate_tree" in shown.capabilities else set[str]())
+        return dataclasses.replace(shown, name=BLIND + shown.name, capabilities=capabilities, ops=frozenset[str](), taps=frozenset[str]())
 
     def run_op(
         self, op: str, inputs: Mapping[str, NDArray[Any]], params: Mapping[str, int | float], outputs: Mapping[str, NDArray[Any]]

@@ -203,16 +203,21 @@ def _at_the_edge(bits: np.random.Philox, expected: tuple[int, ...], depths: int,
     style_name = STYLES[style % len(STYLES)]
     logits = _styled(style_name, bits, depths, vocab)
     table = draft_table(logits, budget)
+    ids = table.ids
     paths = best_first_tree(table, 0, budget + PLACES_OUTSIDE).ranks[1:]
     if not paths:
         return logits
     around = (0, 0, 1, 2, -1, -1, -2, place % (budget + 1))[(place >> 32) % 8]  # nodes before the last one of the tree
     order = sorted(range(len(paths)), key=lambda number: abs(budget - 1 - around - number))
     path = next((paths[number] for number in order if len(paths[number]) <= len(expected)), ())
-    if style_name == "holes" and end % 3 == 0:  # no candidate at all, where the tree has room for it
-        path, end = (), 1
+    if style_name == "holes" and end % 3 == 0:  # a chain, and room for what is no candidate: the continuation is that at its end
+        best = logits.argmax(1)
+        logits[:] = -np.inf
+        logits[np.arange(depths), best] = CENTRE
+        ids = best[:, None]
+        path, end = (0,) * (len(expected) - 1), 1
     for depth, rank in enumerate(path):
-        token, other = expected[depth], int(table.ids[depth, rank])
+        token, other = expected[depth], int(ids[depth, rank])
         logits[depth, token], logits[depth, other] = logits[depth, other], logits[depth, token]
     if len(path) < len(expected) and end % 2:  # the child that would go on is the worst candidate, or none
         row, token = logits[len(path)], expected[len(path)]

@@ -43,7 +43,7 @@ def bound(scores: Ball, visible: NDArray[np.bool_], a: Arithmetic) -> Ball:
         total = power.sum(-1, keepdims=True)
         p: Wide = power / np.where(total == 0, 1.0, total)
         chain: Any = 0.0
-        if a.online:
+        if a.online and not a.real:  # of real numbers only the midpoint and `std` are asked for
             if scores.rad is None:  # what an engine handed over is float32, and half as wide to compare
                 chain = longest_chain(seen.astype(np.float32))
             else:

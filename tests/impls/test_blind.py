@@ -35,7 +35,7 @@ def test_what_is_left_is_the_inner_engines() -> None:
 def test_it_offers_sessions_and_no_more() -> None:
     description = resolve("blind+blocked:Z08").describe()
     assert description.name == "blind+blocked:Z08"
-    assert {"forward", "commit", "generate"} <= description.capabilities
+    assert {"forward", "commit", "generate", "hidden_trees"} <= description.capabilities
     assert not description.capabilities & {"run_op", "taps", "cache_rows", "generate_tree"}
     assert not description.ops
     assert not description.taps
