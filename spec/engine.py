@@ -124,7 +124,8 @@ class Description:
     profile: Profile = field(default_factory=Profile)
     capabilities: frozenset[str] = frozenset()
     """Of: "run_op", "forward", "taps", "commit", "cache_rows", "fork", "evict", "free_slots", "generate", "generate_tree", "sampling" (sessions
-    are `SamplingSession`); "hidden_trees": `generate` decodes by draft trees but does not report them; "log_probs": `forward` answers log-probabilities instead of logits, because the engine shows nothing else."""
+    are `SamplingSession`); "hidden_trees": `generate` decodes by draft trees but does not report them; "log_probs": `forward` answers
+    log-probabilities instead of logits, because the engine shows nothing else."""
     ops: frozenset[str] = frozenset()
     taps: frozenset[str] = frozenset()
     departures: tuple[Departure, ...] = ()
