@@ -79,5 +79,5 @@ const char* paritree_cuda_measure_round(paritree_cuda_round* args) {
   }
 }
 
-// How often a graph has been replayed in this session.
-extern "C" __attribute__((visibility("default"))) int64_t paritree_cuda_replays(const paritree_session* session) { return session->session.replays(); }
+// How often a graph has been replayed in this process.
+extern "C" __attribute__((visibility("default"))) int64_t paritree_cuda_replays() { return paritree::cuda::replays_of_process.load(); }

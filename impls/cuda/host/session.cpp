@@ -551,6 +551,7 @@ void DeviceSession::run_forward(const Batch& batch, const Order& order, const Ta
   taps_ = recorded.taps;
   device_.replay(*recorded.graph);
   ++replays_;
+  ++replays_of_process;
 }
 
 void DeviceSession::launch_masks(const Batch& batch) {
@@ -897,6 +898,7 @@ void DeviceSession::run_round(const Round& round) {
   }
   device_.replay(*recorded.graph);
   ++replays_;
+  ++replays_of_process;
 }
 
 // Launches only: what differs from round to round stands behind the pointers of `round`.

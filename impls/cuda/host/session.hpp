@@ -1,6 +1,7 @@
 // A model resident on the device: weights, a paged cache, ragged forward passes, and draft-tree rounds without a host round trip inside.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
@@ -14,6 +15,8 @@
 #include "launch.hpp"
 
 namespace paritree::cuda {
+
+inline std::atomic<int64_t> replays_of_process{0};  // of graphs, in all sessions; for benchmarks
 
 // Device memory of one owner.
 template <class T>
