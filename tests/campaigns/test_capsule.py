@@ -279,6 +279,19 @@ def test_repro_runs_the_earlier_cases_in_one_engine_and_in_order(tmp_path: Path)
     assert honest.returncode == PASSES, honest.stdout + honest.stderr
 
 
+def test_repro_goes_on_after_what_a_black_box_does_not_do(tmp_path: Path) -> None:
+    """Pages that two sequences share are freed twice in the first case; in the second two sequences get the same one. The engine shows no cache."""
+    folder = tmp_path / "F-1"
+    earlier = SessionCase("tiny", (), 0, "ordinary", ((4, 0),), ((((0, 0),),),), hazards=("orphan",))
+    case = SessionCase("tiny", (), 0, "ordinary", ((4, 0), (3, 1)), (((), ((0, 0),)),))
+    in_a_worker(folder, "blind+blocked:fork-not-counted", case, Verdict.DEFECT, earlier=(earlier,))
+    again = repro(folder)
+    assert again.returncode == FAILS, again.stdout + again.stderr
+    (tmp_path / "seen_from_outside.py").write_text("from impls.blind import engine\n\ndef made():\n    return engine('blocked')\n")
+    honest = repro(folder, "--engine", "seen_from_outside:made", path=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert honest.returncode == PASSES, honest.stdout + honest.stderr
+
+
 def test_repro_counts_how_often_a_finding_shows(tmp_path: Path) -> None:
     folder = tmp_path / "F-1"
     made = written(folder, "Z09", CASES["Z09"], runs=4)
