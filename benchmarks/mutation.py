@@ -5,7 +5,6 @@ its first finding or the end of its budget; the finding is minimised and its cap
 and tokens only. Results are appended plant by plant and skipped when the command runs again (`--again` measures anew).
 
     python -m benchmarks.mutation --summary                            the table of what is known, fixed rules beside it
-    python -m benchmarks.mutation --hint                               how often the hint is right about defects outside of its library
     python -m benchmarks.mutation --fixed-rules --trials 2000          how often fixed rules alarm on engines that are right
     python -m benchmarks.mutation --benign --trials 200000 --jobs 16   false alarms; prints the totals as JSON (--blind: of black boxes)
 """
@@ -24,9 +23,8 @@ from typing import Any
 
 from benchmarks.mutation_tables import MANUAL, RESULTS, noticed, per_class, written
 from campaigns.battery import compared
-from campaigns.case import Case, from_json
+from campaigns.case import Case
 from campaigns.discover import Discovery, diet_of
-from campaigns.hint import LEFT_OUT, hint, library
 from campaigns.isolation.inprocess import InProcess
 from campaigns.mutation import benign_trials, campaign, done
 from campaigns.runner import Options
@@ -60,15 +58,12 @@ def main() -> int:
     parser.add_argument("--no-minimise", action="store_true", help="found and localised only: a quick first look")
     parser.add_argument("--again", action="store_true", help="measure also what the results hold already")
     parser.add_argument("--summary", action="store_true", help="print the table of the results and write it; run nothing")
-    parser.add_argument("--hint", action="store_true", help="on the minima of the results: hints, each without the plant itself")
     parser.add_argument("--fixed-rules", action="store_true", help="engines that are right: false alarms of fixed rules")
     parser.add_argument("--benign", action="store_true", help="engines that are right: count false alarms")
     parser.add_argument("--trials", type=int, default=20_000, help="of the benign run")
     arguments = parser.parse_args()
     if arguments.summary:
         return summarised(arguments.results)
-    if arguments.hint:
-        return hinted(arguments.results)
     if arguments.fixed_rules:
         return fixed_rules(arguments.trials, arguments.seed)
     command = " ".join(["python -m benchmarks.mutation", *sys.argv[1:]])
@@ -167,7 +162,7 @@ def summarised(results: Path) -> int:
     return 0
 
 
-# ---- fixed rules and hints beside it -------------------------------------------------------------------------------------------------
+# ---- fixed rules beside it -----------------------------------------------------------------------------------------------------------
 
 
 def fixed_rules(trials: int, seed: int) -> int:
@@ -196,28 +191,6 @@ def fixed_rules(trials: int, seed: int) -> int:
     print(
         json.dumps({rule: {"alarms": alarms[rule], "trials": asked[rule], "rate": round(alarms[rule] / asked[rule], 5)} for rule in asked})
     )
-    return 0
-
-
-def hinted(results: Path) -> int:
-    """Each minimum with the library without that plant, and without its siblings of the same report: right place, wrong place, unknown. Native plants
-    are another engine: their Python counterparts stay in the library, so that the same defect is there to be named."""
-    plants = {plant.name: plant for plant in (*PLANTS.values(), *NATIVE_PLANTS.values())}
-    counts: dict[str, Counter[str]] = {"python, left out": Counter(), "native, counterparts in": Counter()}
-    for record in done(results).values():
-        plant = plants.get(record["mutant"])
-        if plant is None or record["mode"] != "taps" or not record["found"] or not record.get("case") or plant.bug_class[0] in LEFT_OUT:
-            continue
-        gone = [other.name for other in PLANTS.values() if other.source == plant.source] if plant.kind == "python" else []
-        bench = Bench(InProcess(resolve(plant.engine)))
-        found = hint(bench, from_json(record["case"]), library(gone))
-        right = bool(found.plant) and bool(set(plants[found.plant].expected_ops) & set(plant.expected_ops))
-        said = "unknown" if not found.plant else "right place" if right else "wrong place"
-        counts["python, left out" if plant.kind == "python" else "native, counterparts in"][said] += 1
-        log(f"{plant.name}: {said}: {found.text}")
-    body = {name: dict(count) for name, count in counts.items()}
-    results.with_name("mutation-hints.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(body))
     return 0
 
 
