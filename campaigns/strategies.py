@@ -256,7 +256,7 @@ OVERRIDES: tuple[Bundle, ...] = (
 # Enough terms for another kernel, which the certified bounds of such sums are too wide to show; the statistical ones do
 LONG_SUM: Bundle = (("dense_dim", 4096),)
 # Regimes that show a mistake in what a field of the configuration asks for
-PARTNERS = {"groups": ("negative-bias", "negative-bias", "level-router"), "window": ("ordinary",)}
+PARTNERS = {"groups": ("negative-bias", "negative-bias", "level-router"), "window": ("ordinary",), "hidden": ("fenced",)}
 PLAN_HAZARDS = ("fork", "evict", "orphan", "late", "interleaved")
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from campaigns.hazards import placed
 from impls.checkpoint import Checkpoint
 from spec.config import Config
 from spec.formats import ROUNDED
@@ -168,12 +169,14 @@ def _level_router(config: Config, seed: int, weights: dict[str, Array]) -> None:
                 weights[name] = np.zeros_like(weights[name])
 
 
-def _strided(config: Config, seed: int, weights: dict[str, Array]) -> None:
-    """The same values as every second column of arrays that are twice as wide, and hold NaN between them: an engine goes by the strides (K04)."""
-    for name, value in weights.items():
-        wide = np.full((*value.shape[:-1], 2 * value.shape[-1]), np.nan, np.float32)
-        wide[..., ::2] = value
-        weights[name] = wide[..., ::2]
+def _laid_out(*hazards: str) -> Change:
+    """The same numbers in memory that is less friendly (campaigns/hazards.py): an engine goes by the strides (K04), and reads nothing beside them."""
+
+    def change(config: Config, seed: int, weights: dict[str, Array]) -> None:
+        for index, (name, value) in enumerate(weights.items()):
+            weights[name] = placed(value, frozenset(hazards), index)
+
+    return change
 
 
 def _of_format(name: str) -> Change:
@@ -205,7 +208,9 @@ REGIMES: dict[str, Change] = {
     "equal-maxima": _equal_maxima,
     "silent-router": _silent_router,
     "level-router": _level_router,
-    "strided": _strided,
+    "views": _laid_out("views"),
+    "poisoned-margins": _laid_out("poison"),
+    "fenced": _laid_out("fence"),
 }
 
 

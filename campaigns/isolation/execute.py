@@ -216,8 +216,10 @@ class Sessions:
         except Exception as problem:
             raise PreparationError(f"the weights {script.weights} cannot be made: {validate.described(problem)}") from problem
 
+        contiguous = bool(getattr(self._engine, "contiguous_only", False))
+
         def provider(name: str) -> Array:
-            tensor = weights[name].view()
+            tensor = (np.ascontiguousarray(weights[name]) if contiguous else weights[name]).view()
             tensor.flags.writeable = False
             return tensor
 

@@ -207,10 +207,12 @@ def test_a_level_router_is_a_tie_of_all_experts() -> None:
     assert (np.sort(taps_of("level-router", "expert_ids"), -1) == np.arange(TINY.top_k)).all()
 
 
-def test_strided_weights_are_the_same_numbers_elsewhere() -> None:
-    plain, strided = (weights_for(TINY, WeightsKey(1, regime)) for regime in ("ordinary", "strided"))
-    assert all(np.array_equal(plain[name], strided[name]) for name in plain)
-    assert not any(value.flags.forc for name, value in strided.items() if value.shape[-1] > 1)
+@pytest.mark.parametrize("regime", ["views", "poisoned-margins", "fenced"])
+def test_weights_in_other_memory_are_the_same_numbers(regime: str) -> None:
+    plain, moved = (weights_for(TINY, WeightsKey(1, name)) for name in ("ordinary", regime))
+    assert all(np.array_equal(plain[name], moved[name]) for name in plain)
+    assert all(moved[name].flags.c_contiguous for name in plain) == (regime != "views")
+    assert not any(moved[name].base is None for name in plain if plain[name].ndim > 1 and regime != "views")
 
 
 def test_large_scores_has_rows_that_see_nothing_above_minus_50000() -> None:
