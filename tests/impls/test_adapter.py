@@ -68,6 +68,8 @@ def rows(token: int) -> tuple[Rows, np.ndarray]:
         ("unknown_capability", "the capability 'teleport'", "there are only run_op, forward"),
         ("claims_forward", "the capability 'forward'", "does not export paritree_open"),
         ("unknown_profile", "its profile has 'exp_upl'", "exp_ulp"),
+        ("per_op_misspelt", "its profile has 'matmul.exp_upl'", "exp_ulp"),
+        ("per_op_nowhere", "its profile has 'levitate.u_input'", "'levitate' is no operation and no tap"),
     ],
 )
 def test_a_library_that_cannot_be_an_engine_is_refused_with_a_reason(compiled: Compile, name: str, found: str, expected: str) -> None:
@@ -108,6 +110,13 @@ def test_an_engine_of_one_operation_is_an_engine(compiled: Compile) -> None:
     a, out = np.array([[1, 2]], np.float32), np.full((1, 2), np.nan, np.float32)
     engine.run_op("add", {"a": a, "b": a}, {}, {"out": out})
     np.testing.assert_array_equal(out, [[2, 4]])
+
+
+def test_a_profile_may_differ_by_operation(compiled: Compile) -> None:
+    profile = load_library(compiled("per_op_profile")).describe().profile
+    assert (profile.exp_ulp, profile.u_input, profile.height) == (2.0, 0.0, "any")
+    assert profile.at("matmul").u_input == 2.0**-10
+    assert profile.at("scores").height == "blocked:8"
 
 
 def test_what_a_library_does_not_export_is_unsupported(compiled: Compile) -> None:

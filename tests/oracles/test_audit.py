@@ -47,6 +47,15 @@ def test_a_bfloat16_kernel_under_the_tf32_profile_is_named() -> None:
     assert "declares tf32, behaves like bfloat16" in findings(liar)[0].message
 
 
+def test_a_profile_is_audited_operation_by_operation() -> None:
+    """What is declared for one operation covers no other one."""
+    wide = PROFILES["tf32"]
+    entries = tuple((op, name, getattr(wide, name)) for op in OPS for name in ("u_input", "u_accumulate"))
+    assert not findings(BlockedEngine(VARIANTS["tf32"].points, profile=Profile(per_op=entries)))
+    only_products = tuple(entry for entry in entries if entry[0] == "matmul")
+    assert {j.op for j in findings(BlockedEngine(VARIANTS["tf32"].points, profile=Profile(per_op=only_products)))} == {"scores"}
+
+
 def test_a_fast_path_for_large_products_is_seen_at_its_size_only() -> None:
     assert {j.op for j in findings(engine("tf32-large"))} == {"matmul"}
     assert [f"over {FAST_TERMS} terms" in j.message for j in findings(engine("tf32-large"))] == [True]

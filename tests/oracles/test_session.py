@@ -14,11 +14,12 @@ from conftest import altered, findings, honest, judge_of, run, session_case
 from impls.blocked.engine import BlockedEngine
 from impls.golden import GoldenEngine
 from impls.planted import blocked_attention, blocked_cache  # noqa: F401  (they register)
+from impls.planted.benign import VARIANTS
 from impls.planted.planting import OVERRIDES
 from oracles.judgement import Judgement, Verdict, worst
 from oracles.session import judge_session
 from oracles.walked import OP_OF_TAP
-from spec.engine import Description
+from spec.engine import PROFILES, Description, Profile
 from spec.script import Answer, Failure, Forward, Trace
 from spec.taps import all_tap_names, taps_of_layer
 
@@ -76,6 +77,26 @@ def test_short_regions_are_still_proven(hidden: set[str]) -> None:
     judgements = verdicts(hidden=frozenset(hidden))
     assert {j.verdict for j in judgements} <= {Verdict.EXACT, Verdict.WITHIN_BOUND}
     assert hidden.isdisjoint({j.tap for j in judgements})
+
+
+@pytest.mark.parametrize("products", [True, False])
+def test_the_profile_of_an_operation_holds_for_that_operation_alone(products: bool) -> None:
+    """TF32 products under per_op entries pass; the same entries of other operations do not cover them."""
+    wide, ops = PROFILES["tf32"], ("matmul", "scores") if products else ("rms_norm", "swiglu")
+    entries = tuple((op, name, getattr(wide, name)) for op in ops for name in ("u_input", "u_accumulate"))
+    script, trace = run(BlockedEngine(VARIANTS["tf32"].points, profile=Profile(per_op=entries)))
+    found = findings(judge_of().judge(script, trace))
+    assert bool(found) is not products
+    assert {j.op for j in found} <= {"matmul", "scores", "q_absorb", "o_heads", "o_latent"}
+
+
+@pytest.mark.parametrize(("hidden", "proven"), [({"scores", "probs"}, True), ({"probs"}, True), ({"scores", "probs", "q_rope"}, False)])
+def test_fused_attention_from_given_inputs_is_one_operation_that_carries_a_proof(hidden: set[str], proven: bool) -> None:
+    """Its bound is a local one, as wide as the profile says: here 2^-8 of each weight, more than a composed region may lose."""
+    profile = Profile(per_op=(("o_latent", "u_input", 2.0**-9), ("q_rope", "u_output", 2.0**-8), ("k_rope", "u_output", 2.0**-8)))
+    script, trace = run(BlockedEngine(hidden_taps=frozenset(hidden), profile=profile))
+    verdicts_of = {j.verdict for j in judge_of().judge(script, trace)}
+    assert (Verdict.UNVERIFIED not in verdicts_of) is proven
 
 
 def test_a_region_too_long_for_its_bound_is_unverified_and_never_passed() -> None:

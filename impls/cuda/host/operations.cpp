@@ -33,7 +33,7 @@ constexpr Complaint kComplaints[] = {
 };
 constexpr int32_t kGivenUp = 4 | 64;  // not the caller's mistake, but the end of what these kernels do
 
-// The device of run_op and its buffers, which only grow: one of a process, made at the first call and kept to its end.
+// The device of run_op and its buffers, which only grow: one of a process and precision, made at the first call and kept to its end.
 class Bench {
  public:
   explicit Bench(Precision precision) : device(precision) {}
@@ -370,7 +370,8 @@ void check_op(const paritree_op_call& call) { find_operation(kOperations, call);
 void run_op(const paritree_op_call& call, Precision precision) {
   const Operation& operation = find_operation(kOperations, call);
   static std::mutex one_at_a_time;
-  static Bench* bench = nullptr;  // never destroyed: at the end of a process the CUDA runtime may be gone before it
+  static Bench* benches[3] = {};  // one a precision, never destroyed: at the end of a process the CUDA runtime may be gone before it
+  Bench*& bench = benches[static_cast<int>(precision)];
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   named(operation.name, [&] {
     if (bench == nullptr) bench = new Bench(precision);
