@@ -147,16 +147,19 @@ def mutation_sentence(rows: list[dict[str, Any]], unsampled: int = 0) -> str:
     planted = [row for row in rows if not row["benign"]]
     benign = [row for row in rows if row["benign"]]
     found = [row for row in planted if row["found"]]
-    small = [row for row in found if 0 <= row["minimal_nodes"] <= row["stated_nodes"]]
-    stated = [row for row in found if row["stated_nodes"] >= 0]
+    minimised = [row for row in found if row["minimal_nodes"] >= 0]
+    stated = [row for row in minimised if row["stated_nodes"] >= 0]
     parts = []
     if planted:
         score = numbers.rate(len(found), len(planted))
         parts.append(f"{len(found)} of {numbers.plural(len(planted), 'planted defect')} found ({score})")
         parts.append(f"{sum(bool(row['localised']) for row in found)} of them at the operation where they were planted")
-        parts.append(f"{sum(bool(row['reproduced']) for row in found)} shown again from their capsule")
-        if stated:
-            parts.append(f"{len(small)} of {len(stated)} minimised to the size stated by hand or below")
+    if minimised:
+        again = sum(bool(row["reproduced"]) for row in minimised)
+        parts.append(f"{len(minimised)} minimised, of which {again} shown again from their capsule")
+    if stated:
+        small = sum(row["minimal_nodes"] <= row["stated_nodes"] for row in stated)
+        parts.append(f"{small} of {len(stated)} at the size stated by hand or below")
     if benign:
         alarms = sum(bool(row["found"]) for row in benign)
         parts.append(f"{alarms} of {numbers.plural(len(benign), 'benign variant')} raised a false alarm")
