@@ -84,7 +84,7 @@ TREE = ("best_first_tree", "T3", "T5", "T6", "T7")
 TABLE = ("draft_table", "best_first_tree", "T2", "T3", "T4", "T8")  # a loop shows only the tree that comes of it
 ACCEPT = ("accept", "A1", "A3", "V1", "L1")
 STREAM = ("A4", "L1", "L2", "L3")
-SAMPLING = ("generate", "A2", "A6", "S1", "S2", "S3")
+SAMPLING = ("generate", "A2", "A6", "S1", "S2", "S3", "sample")
 
 
 def plant(
