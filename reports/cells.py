@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 AXES: dict[str, tuple[str, ...]] = {
     "depth": ("0", "1", "2 to 3", "4+"),
     "width": ("0", "1", "2", "3+"),
@@ -67,20 +70,38 @@ def counted(rows: Iterable[Mapping[str, Any]]) -> Counter[Cell]:
 
 
 def emptiest(trees: Mapping[Cell, int], number: int) -> list[tuple[Cell, int]]:
-    """The `number` reachable cells with the fewest trees, and how many these are.
+    """`number` reachable cells with the fewest trees, and how many these are: what a campaign that fills gaps should draw next.
 
-    Among equals the one comes first whose rarest pair of classes was met least: a corner of which no neighbour was seen is emptier than a hole in
-    well trodden ground. Then the order of the classes decides, so that the answer depends on the counts alone.
+    Among equals the one comes first whose rarest pair of classes was met least, then the one whose pairs were met least on the whole (the product of
+    1 + trees over all pairs), those already named here counted as met: so a corner of which no neighbour was seen comes before a hole in well trodden
+    ground, and ten cells lie in ten corners instead of side by side. Then the order of the classes decides, so that the answer depends on the counts
+    alone. About two milliseconds per cell.
     """
-    met = pair_sums(trees)
-    pairs = tuple(itertools.combinations(range(len(AXES)), 2))
+    cells = every()
+    classes = _class_numbers()
+    have = np.array([trees.get(cell, 0) for cell in cells])
+    pairs = list(itertools.combinations(range(len(AXES)), 2))
+    flat = [classes[:, i] * len(list(AXES.values())[j]) + classes[:, j] for i, j in pairs]  # the pair of classes of each cell as one number
+    met = [np.bincount(numbers, weights=have) for numbers in flat]
+    left = np.ones(len(cells), bool)
+    out: list[tuple[Cell, int]] = []
+    for _ in range(min(number, len(cells))):
+        level = have == have[left].min()
+        pair_trees = np.array([sums[numbers] for sums, numbers in zip(met, flat, strict=True)])
+        rarest = np.where(level & left, pair_trees.min(axis=0), np.inf)
+        on_the_whole = np.where(rarest == rarest.min(), np.log1p(pair_trees).sum(axis=0), np.inf)
+        best = int(np.argmin(on_the_whole))
+        out.append((cells[best], int(have[best])))
+        left[best] = False
+        for sums, numbers in zip(met, flat, strict=True):
+            sums[numbers[best]] += 1
+    return out
 
-    def rank(numbered: tuple[int, Cell]) -> tuple[int, int, int]:
-        place, cell = numbered
-        return trees.get(cell, 0), min(met[i, j, cell[i], cell[j]] for i, j in pairs), place
 
-    ordered = sorted(enumerate(every()), key=rank)
-    return [(cell, trees.get(cell, 0)) for _, cell in ordered[:number]]
+@cache
+def _class_numbers() -> NDArray[np.int64]:
+    """[cells, axes]: the number of each class."""
+    return np.array([[AXES[axis].index(word) for axis, word in zip(AXES, cell, strict=True)] for cell in every()])
 
 
 def pair_sums(trees: Mapping[Cell, int]) -> Counter[tuple[int, int, str, str]]:

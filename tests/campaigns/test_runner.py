@@ -98,6 +98,25 @@ def test_a_second_check_counts_a_known_finding_and_does_not_minimise_it_again(tm
     assert row["status"] == "known" and row["minimal"]
 
 
+def test_what_was_not_made_small_in_time_is_made_small_by_the_next_campaign(tmp_path: Path, toy: Path) -> None:
+    (toy / "wrong").write_text("wrong")
+    (late,) = check([ENGINE], options(tmp_path, until=time.monotonic()))[1]
+    assert late.trials > 0  # whatever loading took, something is searched
+    (finding,) = late.findings.values()
+    assert "minimal" not in finding
+    (result,) = check([ENGINE], options(tmp_path))[1]
+    (again,) = result.findings.values()
+    assert again["minimal"] and again["finding_id"] == finding["finding_id"]
+
+
+def test_a_shard_that_met_something_new_leaves_time_to_make_it_small(tmp_path: Path, toy: Path) -> None:
+    (toy / "wrong").write_text("wrong")
+    (result,) = check([ENGINE], options(tmp_path, trials=10**9, seconds=600.0, reserve=600.0))[1]
+    (finding,) = result.findings.values()
+    assert finding["minimal"]
+    assert 0 < result.trials < 5000  # it ended long before its 600 s
+
+
 def test_nights_tell_new_known_and_fixed_and_the_ledger_excuses(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nightly, "DISCOVERY_MIN_S", 0.5)
     statuses, red = [], []

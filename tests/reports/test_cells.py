@@ -29,12 +29,26 @@ def test_the_emptiest_come_first_and_the_loneliest_corner_before_a_hole() -> Non
     hole, corner = PLAIN, FORKED
     full[hole] = 0
     assert emptiest(full, 2)[0] == (hole, 0)
+    assert emptiest(full, 2)[1][1] == 5
     for cell in every():
         if (cell[4], cell[5]) == (corner[4], corner[5]):
             full[cell] = 0
     first, second = emptiest(full, 2)
     assert (first[0][4], first[0][5]) == ("float16", "experts") and first[1] == second[1] == 0
-    assert emptiest({}, 3) == [(cell, 0) for cell in every()[:3]]
+
+
+def test_the_emptiest_of_an_empty_store_lie_far_apart() -> None:
+    named = [cell for cell, _ in emptiest({}, 12)]
+    assert len(set(named)) == 12 and named[0] == every()[0]
+    for place, classes in enumerate(AXES.values()):
+        assert {cell[place] for cell in named} == set(classes)
+
+
+def test_every_cell_is_named_once_when_all_are_asked_for() -> None:
+    some = {cell: 1 + number % 3 for number, cell in enumerate(every()) if number % 50}
+    named = emptiest(some, 400)
+    assert len({cell for cell, _ in named}) == 400
+    assert [trees for _, trees in named] == sorted(some.get(cell, 0) for cell in every())[:400]
 
 
 def test_margins_and_pairs_add_up_to_the_trees() -> None:
