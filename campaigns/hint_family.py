@@ -172,8 +172,44 @@ POSITIONS: Mapping[str, tuple[str, Callable[[Any, int, Any, Any], Any]]] = {
     "of the last row": (
         "every row has the position of the last", lambda site, prefix, node, depth: np.full_like(depth, site.honest(prefix, node, depth)[-1]),
     ),
+    "of the first row": (
+        "every row has the position of the first", lambda site, prefix, node, depth: np.full_like(depth, site.honest(prefix, node, depth)[0]),
+    ),
     "without the prefix": ("positions start at 0 in every batch", lambda site, prefix, node, depth: site.honest(0, node, depth)),
 }  # fmt: skip
+
+
+def _rotated(which: str, change: Callable[[Callable[..., Float], Float, Float, Float, bool], Float]) -> Overrides:
+    """Of "q" or "k" in a session; an operation on its own is either."""
+
+    def replaced(site: Site, name: str, x: Float, cos: Float, sin: Float, half_layout: bool) -> Float:
+        if name not in (which, "op"):
+            out: Float = site.honest(name, x, cos, sin, half_layout)
+            return out
+        return change(lambda *given: site.honest(name, *given), x, cos, sin, half_layout)
+
+    return {"rotate": replaced}
+
+
+ROTATIONS: Mapping[str, tuple[str, Callable[[Callable[..., Float], Float, Float, Float, bool], Float]]] = {
+    "not at all": ("is not rotated", lambda honest, x, cos, sin, half: x),
+    "twice": ("is rotated twice", lambda honest, x, cos, sin, half: honest(honest(x, cos, sin, half), cos, sin, half)),
+    "back": ("is rotated the other way", lambda honest, x, cos, sin, half: honest(x, cos, -sin, half)),
+    "the other layout": ("is rotated in the other layout", lambda honest, x, cos, sin, half: honest(x, cos, sin, not half)),
+}
+KEPT: Mapping[str, tuple[str, Callable[[Site, Sequence[int], int], Sequence[int]]]] = {
+    "the first rows": ("the first rows are kept instead of the accepted ones", lambda site, path, pending: range(len(path))),
+    "every row": ("nothing is rolled back", lambda site, path, pending: range(pending)),
+    "not the last": ("the last accepted row is lost", lambda site, path, pending: path[:-1] if len(path) > 1 else path),
+    "the last rows": (
+        "the last rows are kept instead of the accepted ones",
+        lambda site, path, pending: range(pending - len(path), pending),
+    ),
+}
+
+
+def _nothing_moves(site: Site, store: Float, target: Any, source: Any, kv_rank: int) -> None:
+    return None
 
 
 def _another_eps(site: Site, square: Float, eps: float) -> Float:
@@ -193,6 +229,12 @@ def _members() -> Iterator[tuple[str, str, tuple[str, ...], str, Overrides]]:
         yield f"visible, {name}", "b", MASK, words, _mask(mask)
     for name, (words, function) in POSITIONS.items():
         yield f"position, {name}", "b", POSITION, words, {"position": function}
+    for name, (words, rotation) in ROTATIONS.items():
+        for which in ("q", "k"):
+            yield f"rotate {which}, {name}", "a", ROPE, f"{which} {words}", _rotated(which, rotation)
+    for name, (words, keep) in KEPT.items():
+        yield f"keep, {name}", "e", CACHE, words, {"keep": keep}
+    yield "move, nothing", "e", CACHE, "accepted rows are not moved", {"move": _nothing_moves}
     yield "inverse_root, another eps", "g", POINTS["inverse_root"], "with another eps", {"inverse_root": _another_eps}
 
 
