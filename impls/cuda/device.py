@@ -119,6 +119,66 @@ class CupyDevice:
         self._cupy.cuda.get_current_stream().synchronize()
 
 
+DELAY_CYCLES = 400_000  # about 0.2 ms: longer than the work of a small operation, so that reading too early shows
+_DELAY = 'extern "C" __global__ void delay(long long cycles) { const long long start = clock64(); while (clock64() - start < cycles) {} }'
+
+
+class DelayedDevice(CupyDevice):
+    """Hazard: uploads are produced late, on a stream of their own, and everything else runs on a second one that waits for them by events.
+
+    Neither waits for the default stream. A launch that goes there, or host code that relies on its being in order, meets poison. `astray`: the
+    planted bug, launches on the default stream.
+    """
+
+    def __init__(self, *, astray: bool = False, source: str | None = None) -> None:
+        super().__init__(checking=True, source=source)
+        self._producer = self._cupy.cuda.Stream(non_blocking=True)
+        self._consumer = self._cupy.cuda.Stream(non_blocking=True)
+        self._delay = self._cupy.RawKernel(_DELAY, "delay")
+        self._staged: list[tuple[Any, Array]] = []  # alive until the copies are over
+        self._astray = astray
+
+    def empty(self, shape: Shape, dtype: Any) -> Array:
+        with self._consumer:
+            return super().empty(shape, dtype)
+
+    def zeros(self, shape: Shape, dtype: Any) -> Array:
+        with self._consumer:
+            return super().zeros(shape, dtype)
+
+    def upload(self, values: NDArray[Any]) -> Array:
+        out = self.empty(values.shape, values.dtype)
+        if not values.size:
+            return out
+        staged = self._cupy.cuda.alloc_pinned_memory(values.nbytes)  # pageable memory would make the host wait, and hide what is tested
+        host = np.frombuffer(staged, values.dtype, values.size).reshape(values.shape)
+        host[...] = values
+        self._producer.wait_event(self._consumer.record())  # after the poison
+        with self._producer:
+            self._delay((1,), (1,), (np.int64(DELAY_CYCLES),))
+            out.set(host, stream=self._producer)
+        self._consumer.wait_event(self._producer.record())
+        self._staged.append((host, out))
+        return out
+
+    def download(self, array: Array) -> NDArray[Any]:
+        with self._consumer:
+            out = super().download(array)
+        self._staged.clear()  # the stream is idle, so that no copy reads them any more
+        return out
+
+    def check_guards(self) -> None:
+        with self._consumer:
+            super().check_guards()
+
+    def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Any], shared_bytes: int = 0) -> None:
+        with self._cupy.cuda.Stream.null if self._astray else self._consumer:
+            super().launch(kernel, grid, threads, arguments, shared_bytes)
+
+    def synchronise(self) -> None:
+        self._consumer.synchronize()
+
+
 def _cubin(text: str, architecture: str) -> Path:
     """The compiled kernels, by CuPy's NVRTC, from the cache folder. CuPy's own path has no word for sm_90a."""
     from cupy.cuda import nvrtc
@@ -150,4 +210,4 @@ def _argument(value: Any) -> Any:
     return value
 
 
-__all__ = ["Array", "CupyDevice", "Device", "OutOfBounds", "kernel_names"]
+__all__ = ["Array", "CupyDevice", "DelayedDevice", "Device", "OutOfBounds", "kernel_names"]

@@ -3,7 +3,10 @@
 cuda             CuPy on the first CUDA device
 cuda:plain       the same with the first version of every kernel
 cuda:bf16        tree attention on bfloat16 operands
+cuda:streams     what comes from the host is produced late, on a stream of its own (impls/cuda/device.py: DelayedDevice)
 cuda:emulated    the same device code on the CPU (impls/cuda/emulate.py)
+
+and the names of impls/cuda/plants.py, also behind `cuda:emulated:`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from impls.cuda import plants
-from impls.cuda.device import Array, CupyDevice, Device
+from impls.cuda.device import Array, CupyDevice, DelayedDevice, Device
 from impls.cuda.kernels import Kernels
 from spec.config import Config
 from spec.engine import Description, EngineError, Profile, Session, Unsupported
@@ -104,8 +107,11 @@ def engine(variant: str | None = None) -> CudaEngine:
         return CudaEngine(forms="plain", name="cuda:plain")
     if variant == "bf16":
         return CudaEngine(name="cuda:bf16", profile=PROFILE_BF16)
-    if variant == "emulated":
-        return emulated()
+    if variant == "streams":
+        return CudaEngine(DelayedDevice(), name="cuda:streams")
+    name, _, plant_name = variant.partition(":")
+    if name == "emulated":
+        return emulated(plant_name or None)
     plant = plants.named(variant)
     return CudaEngine(CupyDevice(checking=True, source=plants.mutated(plant)), forms=plant.forms, name=f"cuda:{variant}")
 

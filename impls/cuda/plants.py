@@ -47,15 +47,15 @@ PLANTS: tuple[Plant, ...] = (
     ),
     Plant(
         "empty-row",  # [h] NaN for a row that sees nothing
-        "        const float base = top == minus_infinity() ? 0.0f : top;  // nothing visible yet: every weight is exp2(-inf) = 0",
+        "        const float base = top == minus_infinity() ? 0.0f : top;  // nothing visible yet: every weight is exp(-inf) = 0",
         "        const float base = top;",
         "tree_attention",
         "the guard for rows that see nothing is gone",
     ),
     Plant(
         "merge-base",  # [j] natural log against log2
-        "sum = fmaf(part_out[at * kv_rank + c], exp2f(part_stat[at * 2] - base), sum);",
-        "sum = fmaf(part_out[at * kv_rank + c], expf(part_stat[at * 2] - base), sum);",
+        "const float factor = exp2f(own.x - base);",
+        "const float factor = expf(own.x - base);",
         "tree_attention",
         "the merge takes maxima in base 2 for natural logarithms",
     ),
@@ -96,6 +96,27 @@ PLANTS: tuple[Plant, ...] = (
         "equal scores leave in the wrong order",
     ),
     Plant(
+        "noise-counter",  # [h] the block number in too few bits
+        "unsigned long long c0 = index + 1ull, c1",
+        "unsigned long long c0 = (index & 7u) + 1ull, c1",
+        "sample",
+        "the counter of the noise passes through 3 bits, so that it shows at small vocabularies",
+    ),
+    Plant(
+        "noise-by-slot",  # [f] randomness keyed by where a row stands in the batch
+        "noise = {rule->seed, static_cast<unsigned long long>(source.length + depth), ",
+        "noise = {rule->seed, static_cast<unsigned long long>(row), ",
+        "sample",
+        "the noise is that of the row's slot instead of the token's position",
+    ),
+    Plant(
+        "mass-with-itself",  # [b] off by one at the cut
+        "const bool earlier = precedes(z[i], first + i, token.z, token.index);",
+        "const bool earlier = precedes(z[i], first + i, token.z, token.index) || first + i == token.index;",
+        "sample",
+        "top-p counts a token among those before it, so that the head loses its last one",
+    ),
+    Plant(
         "decides-for-itself",  # [c] row i decides about i instead of about its children
         "if (parent >= 0 && parent < i && tokens[i] == target[parent]) chosen[parent] = i;",
         "if (parent >= 0 && parent < i && tokens[i] == target[i]) chosen[parent] = i;",
@@ -119,6 +140,17 @@ PLANTS: tuple[Plant, ...] = (
 )
 
 
+# An address that nobody has: on a GPU every later call of the process fails too, on the emulator the process ends. Not one of PLANTS: it is the
+# campaign that is tested, which has to go on in a new worker and to blame nothing else (gpu_trials.sticky).
+WILD = Plant(
+    "wild-address",  # [k] an index that was not checked
+    "const float* row = table + static_cast<long long>(id < 0 ? 0 : id) * width;",
+    "const float* row = table + static_cast<long long>(id < 0 ? 0 : id) * width + (id == 2 ? 1ll << 40 : 0);",
+    "embed",
+    "row 2 of a table is read four terabytes behind it",
+)
+
+
 @dataclass(frozen=True)
 class HostPlant:
     """A bug in the code around the kernels (host/session.cpp), compiled in by `build.PLANTED` and chosen by PARITREE_CUDA_PLANT. It acts where a
@@ -139,7 +171,7 @@ HOST_PLANTS: tuple[HostPlant, ...] = (
 
 def named(name: str) -> Plant:
     """Raises LookupError for an unknown name."""
-    for plant in PLANTS:
+    for plant in (*PLANTS, WILD):
         if plant.name == name:
             return plant
     raise LookupError(f"there is no plant {name!r}: choose one of {', '.join(plant.name for plant in PLANTS)}")
