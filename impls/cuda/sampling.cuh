@@ -512,7 +512,7 @@ PARITREE_INLINE int truncated(const Source& source, const Noise& noise, Entry wi
         if (rule.ties_all) head.end_index = source.vocab;
     }
     while (true) {
-        bool kept = in_head(head, winner.z, winner.index, undecided);
+        bool kept = winner.index >= 0 && in_head(head, winner.z, winner.index, undecided);
         if (kept && cut_k && !(rule.top_p < 1.0)) {
             double before = 0.0;
             over_tokens(source, scratch.marks, [&](int first, int size, const double(&z)[4], const double(&)[4]) {
@@ -521,7 +521,7 @@ PARITREE_INLINE int truncated(const Source& source, const Noise& noise, Entry wi
             kept = block_sum(before, scratch.doubles) < static_cast<double>(rule.top_k);
         }
         if (kept && rule.top_p < 1.0) kept = mass_keeps(source, head, winner, scratch, undecided);
-        if (kept) return winner.index;
+        if (kept || winner.index < 0) return winner.index;  // the first token of all is always kept, so that somebody is left
         winner = race(source, noise, winner.z, winner.index, scratch.marks, scratch.entries, undecided);
     }
 }
