@@ -84,17 +84,17 @@ def long_decode_hands_over_bf16(site: Site, weights: Float, total: Float) -> Flo
 
 
 @plant(
-    "table-of-four",
+    "table-of-three",
     "table_row",
     "e",
     "E04 Luce-Org/lucebox/pull/371",
-    (*CACHE, *READ, "commit", "forward"),
-    "two sequences with numbers above 2",
+    (*CACHE, *READ, "commit", "forward", "fork"),
+    "two sequences with numbers above 1",
     needs=["sequences"],
 )
-def page_table_of_four_rows(site: Site, sequence: int) -> int:
-    """`numbers`: the page table has four rows, and larger numbers share the last one."""
-    return min(sequence, 3)
+def page_table_of_three_rows(site: Site, sequence: int) -> int:
+    """`numbers`: the page table has three rows, and larger numbers share the last one."""
+    return min(sequence, 2)
 
 
 @plant("short-prefix", "visible", "e", "E10 ModelTC/LightLLM/pull/477", MASK, "a prompt in two chunks, the first shorter than a page")

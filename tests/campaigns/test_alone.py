@@ -38,7 +38,7 @@ ALONE = {
     "siblings": "next-row-mask",
     "rejected": "all-accepted",
     "decode": "split-bf16",
-    "numbers": "table-of-four",
+    "numbers": "table-of-three",
     "chunks": "short-prefix",
     "alone": "first-key-lost",
     "prefill": "H05",

@@ -86,7 +86,7 @@ TRIGGERS = {
     "sampled": "tree17 tree50 path-unseen Z21 level-shortcut",
 }
 # They need a relation's second run, or a hazard, to show themselves: tests/campaigns/test_alone.py.
-ALONE = ["all-accepted", "table-of-four", "lane-before", "lanes-behind", "far-tile", "kept-plan", "dense-rows"]
+ALONE = ["all-accepted", "table-of-three", "lane-before", "lanes-behind", "far-tile", "kept-plan", "dense-rows"]
 TRIGGER_OF = {name: probe for probe, names in TRIGGERS.items() for name in names.split()}
 
 HANGS = 1.0  # seconds of real time after which a probe that takes a millisecond is given up
