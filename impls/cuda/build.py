@@ -39,6 +39,10 @@ class NoNvcc(native_build.BuildError):
     """There is no CUDA compiler; the message says how to get one."""
 
 
+class Incomplete(NoNvcc):
+    """There is a CUDA compiler, but no GPU to compile for, or no cuBLAS; the message says what to do."""
+
+
 def find_nvcc() -> str:
     """PARITREE_NVCC, or nvcc on the PATH or under CUDA_HOME or /usr/local/cuda. Raises NoNvcc."""
     named = os.environ.get("PARITREE_NVCC")
@@ -118,7 +122,13 @@ def _host_sources() -> list[Path]:
 
 def _compile_all(identity: str, folder: Path, command: Callable[[Path, Path], list[str]], sources: Sequence[Path]) -> list[str]:
     """Objects in the cache folder, made where they are missing: a planted bug changes one file of ten, and the launcher takes longest."""
-    headers = (*HOST.glob("*.hpp"), *NATIVE.glob("*.hpp"), NATIVE / "include" / "paritree.h", *(FOLDER / "emulator").iterdir())
+    headers = (
+        *HOST.glob("*.hpp"),
+        *HOST.glob("*.inl"),
+        *NATIVE.glob("*.hpp"),
+        NATIVE / "include" / "paritree.h",
+        *(FOLDER / "emulator").iterdir(),
+    )
     shared = _digest(identity, expanded(), *(path.read_text() for path in sorted(headers)))
 
     def made(source: Path) -> str:
@@ -164,21 +174,42 @@ def _link_device(identity: str, compiler: tuple[str, ...], folder: Path, target:
         host_flags = ",".join(("-fPIC", "-fvisibility=hidden"))
         return [nvcc, "-std=c++17", "-O3", *architecture, "-Xcompiler", host_flags, *defines, "-c", str(source), "-o", str(out)]
 
+    try:
+        _compile_all(identity, folder, command, device[1:])  # at once, before minutes are spent on the kernels
+    except native_build.BuildError as problem:
+        if "cublas_v2.h" in str(problem):
+            raise Incomplete(
+                f"{nvcc} finds no cublas_v2.h: install cuBLAS for development beside it (libcublas-dev, cuda-libraries-dev)"
+            ) from None
+        raise
     objects = _compile_all(identity, folder, command, [*device, *_host_sources()])
     _run([nvcc, "-shared", architecture[0], *objects, "-o", str(target), "-lcublas"])
 
 
-@functools.lru_cache(maxsize=1)
 def _device_flags() -> tuple[str, ...]:
-    """-arch and macros for the GPU of this machine. Hopper's own instructions need its full name, which `native` does not give."""
+    """-gencode and macros for PARITREE_CUDA_ARCH ("90a", "120"), or for the GPU of this machine. Raises Incomplete without either."""
+    architecture = os.environ.get("PARITREE_CUDA_ARCH") or _own_architecture()
+    # Hopper's own instructions need its full name, and the host part has to know that their kernels are there
+    macros = ("-DPARITREE_SM90A",) if architecture == "90a" else ()
+    return (f"-gencode=arch=compute_{architecture},code=sm_{architecture}", *macros)
+
+
+@functools.lru_cache(maxsize=1)
+def _own_architecture() -> str:
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True, check=False
-        )
+        ).stdout
     except OSError:
-        return ("-arch=native",)
-    hopper = answer.returncode == 0 and answer.stdout.split()[:1] == ["9.0"]
-    return ("-gencode=arch=compute_90a,code=sm_90a", "-DPARITREE_SM90A") if hopper else ("-arch=native",)
+        answer = ""
+    found = re.match(r"(\d+)\.(\d)\s", answer)
+    if found is None:
+        raise Incomplete(
+            "nvidia-smi names no GPU to compile the native CUDA engine for: run on a machine with one, or say which by PARITREE_CUDA_ARCH "
+            f"({', '.join(ARCHITECTURES)})"
+        )
+    architecture = found[1] + found[2]
+    return "90a" if architecture == "90" else architecture
 
 
 def native_build_architecture() -> tuple[str, ...]:

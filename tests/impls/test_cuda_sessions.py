@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,36 @@ def test_without_nvcc_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PARITREE_NVCC", "no-such-nvcc")
     with pytest.raises(build.NoNvcc, match="install the CUDA toolkit"):
         build.find_nvcc()
+
+
+def test_without_a_gpu_the_message_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("PARITREE_CUDA_ARCH", raising=False)
+    build._own_architecture.cache_clear()
+    with pytest.raises(build.Incomplete, match="run on a machine with one, or say which by PARITREE_CUDA_ARCH"):
+        build._device_flags()
+    build._own_architecture.cache_clear()
+
+
+def test_hopper_is_compiled_for_by_its_full_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITREE_CUDA_ARCH", "90a")
+    assert build._device_flags() == ("-gencode=arch=compute_90a,code=sm_90a", "-DPARITREE_SM90A")
+    monkeypatch.setenv("PARITREE_CUDA_ARCH", "120")
+    assert build._device_flags() == ("-gencode=arch=compute_120,code=sm_120",)
+
+
+def test_without_cublas_the_message_comes_before_the_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A compiler that fails as nvcc does where the header is missing."""
+    fake = tmp_path / "nvcc"
+    fake.write_text(
+        '#!/bin/sh\ncase "$*" in *--version*) echo fake;; *cublas_gemm*) echo "cublas_v2.h: No such file" >&2; exit 1;; *) exit 7;; esac\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PARITREE_NVCC", str(fake))
+    monkeypatch.setenv("PARITREE_CUDA_ARCH", "90a")
+    monkeypatch.setenv("PARITREE_CACHE", str(tmp_path))
+    with pytest.raises(build.Incomplete, match="finds no cublas_v2.h: install cuBLAS for development"):
+        build.library()
 
 
 @pytest.mark.parametrize("architecture", ("120", *(pytest.param(a, marks=pytest.mark.drill) for a in build.ARCHITECTURES if a != "120")))

@@ -86,7 +86,8 @@ typedef struct paritree_description { /* filled by the engine; all pointers stay
   const char *name;
   const char *version;
   const char *profile_name; /* of spec.engine.PROFILES or your own; NULL: float32-any-order */
-  paritree_params profile;  /* fields of spec.engine.Profile that differ from it; int "height_block": B of "blocked:B", 0: any */
+  /* fields of spec.engine.Profile that differ from it, "matmul.u_input" of one op or tap alone; int "height_block": B of "blocked:B", 0: any */
+  paritree_params profile;
   const char *capabilities; /* comma-separated: run_op,forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree,sampling */
   const char *ops;          /* comma-separated, of PARITREE_OP_NAMES */
   const char *taps;         /* comma-separated, of PARITREE_TAP_NAMES */
