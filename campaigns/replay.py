@@ -84,9 +84,14 @@ def _spec_of(row: Mapping[str, Any]) -> str:
 
 
 def replayed(
-    supervisor: Supervisor, case: Case, wanted: Fingerprint | None, attempts: int = ATTEMPTS, until: float = float("inf"),
+    supervisor: Supervisor,
+    case: Case,
+    wanted: Fingerprint | None,
+    attempts: int = ATTEMPTS,
+    *,
     earlier: Sequence[Case] = (),
-) -> Replay:  # fmt: skip
+    until: float = float("inf"),
+) -> Replay:
     """Every attempt in a fresh worker, behind the cases `earlier`. The engine's name is left out of the comparison: another build may call itself otherwise.
 
     `until`: of time.monotonic(), after which no attempt but the first is begun; `Replay.attempts` says how many were made.
@@ -132,7 +137,7 @@ def replayed_findings(job: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 wanted = Fingerprint(*store_fingerprint(row))
                 earlier = history(store.capsule_folder(row["finding_id"]))
-                result = replayed(supervisor, from_json(row["case"]), wanted, job.get("attempts", ATTEMPTS), until, earlier)
+                result = replayed(supervisor, from_json(row["case"]), wanted, job.get("attempts", ATTEMPTS), earlier=earlier, until=until)
             except CaseError as problem:
                 replays.append({"finding_id": row["finding_id"], "status": row["status"], "note": str(problem)})
                 continue

@@ -523,7 +523,7 @@ def replay(options: Options) -> int:
 
     stored, engine = _stored(options)
     with Supervisor(engine, deadline_s=patience()) as supervisor:
-        result = replay_module.replayed(supervisor, stored.case, stored.wanted, options.attempts, stored.earlier)
+        result = replay_module.replayed(supervisor, stored.case, stored.wanted, options.attempts, earlier=stored.earlier)
     fails = result.reproduced > 0 or (result.changed and not options.bisect)
     code = FINDINGS if fails else CLEAN
     if options.json:

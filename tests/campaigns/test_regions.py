@@ -78,7 +78,7 @@ def test_the_generator_reaches_every_region_and_every_declared_cell() -> None:
     ops = {
         cell
         for cell in coverage.declared()
-        if cell[0] in ("op", "weights", "size mod 16", "tree shape", "accepted path", "rounds", "hazard")
+        if cell[0] in ("op", "size mod 16", "tree shape", "accepted path", "rounds", "hazard")
     }
     assert ops - met.keys() == set()
 
