@@ -61,6 +61,10 @@ class Suite:
 
 _ROUTE = {"top_groups": 1, "groups": 1, "group_score_max": 0, "norm_top_k": 1, "routed_scale": 1.5, "denominator_eps": 1e-20}
 _ATTENTION = {"kv_rank": 6, "scale": 0.2236068}
+_SAMPLE = {
+    "temperature": 0.8, "top_k": 0, "top_k_ties_all": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.2,
+    "frequency_penalty": 0.1, "seed": 2**62 + 11, "prompt_len": 3,
+}  # fmt: skip
 
 _OPS: tuple[tuple[str, dict[str, int], dict[str, float], tuple[str, ...]], ...] = (
     ("embed", {"V": 11, "N": 7, "T": 5}, {}, ("ordinary",)),
@@ -91,6 +95,8 @@ _OPS: tuple[tuple[str, dict[str, int], dict[str, float], tuple[str, ...]], ...] 
     ("accept", {"M": 9}, {}, ("ordinary",)),
     ("compact", {"S": 14, "C": 5, "J": 4}, {"prefix_len": 5}, ("ordinary",)),
     ("int4_matmul", {"T": 5, "G": 3, "N": 9}, {}, ("ordinary", "lattice")),  # new ones go to the end: the place is the seed
+    ("sample", {"T": 7, "V": 37, "J": 6}, _SAMPLE, ("ordinary", "ties")),
+    ("sample", {"T": 7, "V": 37, "J": 6}, _SAMPLE | {"top_k": 5, "top_p": 0.9, "repetition_penalty": 1.3}, ("ordinary", "ties", "extreme")),
 )
 
 
