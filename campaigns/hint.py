@@ -3,8 +3,8 @@
 The question is asked where the judge places the finding: of the guilty array (a tap of a step, an output of an operation), how much of the engine's
 deviation from our honest engine does a plant leave? The residual is that share: 0 explains all of it, 1 none. The plant's deviation may be taken times a
 constant: a scale that is wrong by another factor is the same mistake. A plant that deviates before the guilty array, where the engine does not, has
-another place, and pays for it. Small inputs fit many defects: what fits on the finding's minimal case is asked again on a few random cases beside it, in
-the first array that deviates there.
+another place, and pays for it. Small inputs fit many defects: what fits on the finding's minimal case is asked again on a few random cases beside it, where
+the judge places the finding there.
 
 Where no known defect fits, the ways in which kernels go wrong anywhere are tried at each named point of our engine (campaigns/hint_family.py).
 
@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase
+from campaigns.case import Case, CaseError, OpCase, SessionCase, TreeCase, kind_of
 from campaigns.hint_family import FAMILY
 from campaigns.isolation.inprocess import InProcess
 from campaigns.materialise import op_call, session_script, tree_job
+from campaigns.probes import PROBES
 from campaigns.trial import Bench, Worker
 from impls.blocked import BlockedEngine, Overrides
 from impls.planted import Plant
@@ -46,7 +47,11 @@ ALIKE = (
     0.6  # leaves less than this: not the same defect, but one of the same kind; of the library's own, none in another place came so near
 )
 ALIKE_CLEAR = 1.25
-ASKED_AGAIN = 12  # plants with the smallest residuals are asked about other cases
+ASKED_AGAIN = {
+    "session": 16,
+    "tree": 32,
+    "op": 64,
+}  # plants with the smallest residuals are asked about other cases, as many as take a second
 WORTH_ASKING = 0.75  # of those that leave less than this
 DIFFERENT = 2.0**-18  # relative: float32 engines differ by less in any tap of a small model, defects that are found by more
 FAR = 4.0  # a deviation counts up to this many times the array's size: one wild element is no better evidence than one wrong row
@@ -87,9 +92,12 @@ class Fit:
 
     @property
     def residual(self) -> float:
-        """Over all cases; times a constant where two cases can tell."""
-        free = sum(one.telling for one in self.shares) >= 2
-        return float(np.sqrt(np.mean([(min(one.plain, one.multiple) if free else one.plain) ** 2 for one in self.shares])))
+        """Over all cases; where two can tell a constant, times a constant, over those in which it is none by chance."""
+        if sum(one.telling for one in self.shares) >= 2:
+            left = [min(one.plain, one.multiple) for one in self.shares if one.telling or one.plain == one.multiple]
+        else:
+            left = [one.plain for one in self.shares]
+        return float(np.sqrt(np.mean(np.square(left))))
 
     @property
     def first(self) -> float:
@@ -165,16 +173,17 @@ def fitted(bench: Bench, case: Case, found: Judgement, plants: Sequence[Plant]) 
         if planted is not None:
             first.append(Fit(plant, (share(engine, planted, honest, at),)))
     first.sort(key=lambda fit: (fit.first, fit.residual))
-    close = [fit for fit in first[:ASKED_AGAIN] if fit.first <= WORTH_ASKING]
+    close = [fit for fit in first[: ASKED_AGAIN[kind_of(case)]] if fit.first <= WORTH_ASKING]
     if not close:
         return first
     again = {fit.plant.name: list(fit.shares) for fit in close}
     for other in beside(case):
         try:
             engine, honest = evidence(bench.worker, other), evidence(ours.worker, other)
+            judged = next((j for j in bench.outcome(other).judgements if j.verdict in FINDINGS), None)
         except (CaseError, ValueError):
             continue
-        at = first_difference(engine, honest)
+        at = None if judged is None else _guilty(engine, honest, judged)
         for fit in close:
             planted = _evidence_of(fit.plant, other)
             again[fit.plant.name].append(Share(1.0, 1.0, False) if planted is None else share(engine, planted, honest, at))
@@ -186,8 +195,9 @@ def fitted(bench: Bench, case: Case, found: Judgement, plants: Sequence[Plant]) 
 def beside(case: Case) -> list[Case]:
     """A few random cases like this one, which differ in values and, for sessions, in sizes."""
     if isinstance(case, OpCase):
-        seeds = [dataclasses.replace(case, seed=case.seed + 101 * number) for number in (1, 2, 3)]
-        return [*seeds, *(other for other in _larger(seeds[0]) if _can_be(other))]
+        plain = dataclasses.replace(case, regime="ordinary") if case.regime in PROBES else case  # a probe has the numbers of one question
+        seeds = [dataclasses.replace(plain, seed=case.seed + 101 * number) for number in (1, 2)]
+        return [*seeds, *(other for one in seeds for other in _larger(one) if _can_be(other))]
     if isinstance(case, TreeCase):
         return [
             dataclasses.replace(case, seed=case.seed + 101 * more, vocab=case.vocab + more, budget=case.budget + more) for more in (0, 1, 3)
@@ -205,7 +215,7 @@ def beside(case: Case) -> list[Case]:
 
 def _larger(case: OpCase) -> list[OpCase]:
     """More rows; more of everything."""
-    grown = [tuple((name, size + 4 * (name in names or not names)) for name, size in case.dims) for names in (("T", "M", "L"), ())]
+    grown = [tuple((name, size + 8 * (name in names or not names)) for name, size in case.dims) for names in (("T", "M", "L"), ())]
     return [dataclasses.replace(case, dims=dims) for dims in grown if dims != case.dims]
 
 

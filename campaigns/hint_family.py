@@ -108,11 +108,15 @@ def _at(point: str, change: Callable[[Float], Float]) -> Overrides:
     return {point: replaced}
 
 
-def _given(point: str, change: Callable[[Float], Float]) -> Overrides:
+def _given(point: str, change: Callable[[Float], Float], first_only: bool = False) -> Overrides:
     """What goes into the point is changed, not what comes out."""
 
     def replaced(site: Site, *arguments: Any) -> Any:
-        return site.honest(*(change(each) if isinstance(each, np.ndarray) and each.dtype == np.float32 else each for each in arguments))
+        given = list(arguments)
+        arrays = [place for place, each in enumerate(given) if isinstance(each, np.ndarray) and each.dtype == np.float32]
+        for place in arrays[:1] if first_only else arrays:
+            given[place] = change(given[place])
+        return site.honest(*given)
 
     return {point: replaced}
 
@@ -225,6 +229,7 @@ def _members() -> Iterator[tuple[str, str, tuple[str, ...], str, Overrides]]:
                 yield f"{point}, {way}", letter, ops, words, _at(point, change)
             if way in NARROW:
                 yield f"{point} of {way}", letter, ops, f"of operands {words}", _given(point, change)
+                yield f"{point} of {way} first", letter, ops, f"of a first operand {words}", _given(point, change, first_only=True)
     for name, (words, mask) in MASKS.items():
         yield f"visible, {name}", "b", MASK, words, _mask(mask)
     for name, (words, function) in POSITIONS.items():

@@ -94,7 +94,7 @@ def test_two_that_fit_in_different_places_are_unknown_unless_they_are_of_one_cla
 def test_what_leaves_a_part_is_alike_only_if_nothing_elsewhere_comes_near() -> None:
     assert told([fit("Z33", 0.4, 0.4), fit("Z22", 0.9, 0.9)]).alike
     assert told([fit("Z33", 0.4, 0.4), fit("Z22", 0.45, 0.45)]).plant == ""
-    assert told([fit("Z33", 0.7, 0.7)]).plant == ""
+    assert told([fit("Z33", 0.8, 0.8)]).plant == ""
 
 
 def test_multiples_count_where_two_cases_can_tell() -> None:
@@ -139,7 +139,18 @@ def test_deviations_of_numbers_integers_and_what_is_neither() -> None:
 
 
 def test_cases_beside_one_differ_from_it_and_can_be_run() -> None:
-    for case in (SESSION, SWIGLU, OpCase("route", (("E", 8), ("T", 1)), (("groups", 2), ("top_groups", 1), ("top_k", 2)), "ordinary", 1)):
+    params = (
+        ("denominator_eps", 1e-20), ("group_score_max", 0), ("groups", 2), ("norm_top_k", 0), ("routed_scale", 1.0), ("top_groups", 1), ("top_k", 1),
+    )  # fmt: skip
+    route = OpCase("route", (("E", 6), ("T", 1)), params, "ordinary", 0)
+    for case in (SESSION, SWIGLU, route):
         others = beside(case)
         assert len(others) >= 3
         assert case not in others
+
+
+def test_what_is_asked_beside_a_probe_is_no_probe() -> None:
+    probe = OpCase("scores", (("C", 1), ("H", 1), ("S", 1), ("T", 1)), (("scale", 1.0),), "probe", 0)
+    assert {other.regime for other in beside(probe) if isinstance(other, OpCase)} == {"ordinary"}
+    found = of("blocked:K13", probe, ())
+    assert found.plant in ("score, factor", "load_tile, factor")
