@@ -35,6 +35,7 @@ MINIMISE_LEAST_S = 2.0  # with less a finding stays as it was met; the next camp
 MINIMISE_TAIL_S = 2.0  # to start two workers, locate the defect and write the capsule
 THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # sizes are small: more threads are slower
 CLOSE_S = 10.0
+GRACE_S = 4.0  # behind `until`, for a loaded machine; then shards are killed, so that an engine that hangs does not hold a night up
 CLOSING_S = 1.5  # for the last batch and to put a shard's rows in order
 
 
@@ -213,7 +214,8 @@ def check_engine(engine: str, run_id: str, options: Options, progress: Progress 
             })  # fmt: skip
             return True
 
-        for number, event in shards.events(set(range(count))):
+        counted: set[int] = set()
+        for number, event in shards.events(set(range(count)), options.until + GRACE_S):
             kind = event["event"]
             if kind == "progress":
                 progress_of[number] = event
@@ -240,11 +242,16 @@ def check_engine(engine: str, run_id: str, options: Options, progress: Progress 
                 progress(engine, event)
             elif kind == "discovered":
                 _merge(result, event)
+                counted.add(number)
                 result.seconds = time.monotonic() - began
             elif kind == "nothing":
                 result.nothing = event["reason"]
             if kind in ("discovered", "nothing", "minimised") and not minimise_next(number):
                 shards.idle(number)
+        for number in shards.cut - counted:  # its verdicts are in the store; of these counts the last ones that it told
+            for name in ("trials", "frozen", "failing"):
+                setattr(result, name, getattr(result, name) + int(progress_of.get(number, {}).get(name, 0)))
+            result.seconds = time.monotonic() - began
     return result
 
 
@@ -285,6 +292,7 @@ class Shards:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.cut: set[int] = set()
         self._busy: set[int] = set()
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
@@ -335,13 +343,23 @@ class Shards:
     def idle(self, number: int) -> None:
         self._busy.discard(number)
 
-    def events(self, busy: set[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(shard, event) until no shard is busy. Raises NotLoadable, StoreError, or ShardError when a shard ends in the middle of a job."""
+    def events(self, busy: set[int], until: float = math.inf) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(shard, event) until no shard is busy. Raises NotLoadable, StoreError, or ShardError when a shard ends in the middle of a job.
+
+        `until`: of time.monotonic(); shards that are busy then (an engine that hangs, or loads for long) are killed and named in `cut`. What they
+        found is in the store.
+        """
         self._busy = set(busy)
         buffers: dict[int, bytes] = {}
         while self._busy:
+            if (left := until - time.monotonic()) <= 0:
+                for number in self._busy:
+                    self._processes[number].kill()
+                self.cut |= self._busy
+                self._busy = set()
+                return
             files = {self._file(number): number for number in self._busy}
-            for descriptor in select.select(list(files), [], [], 1.0)[0]:
+            for descriptor in select.select(list(files), [], [], min(1.0, left))[0]:
                 number = files[descriptor]
                 data = os.read(descriptor, 1 << 20)
                 if not data:

@@ -98,8 +98,11 @@ def test_a_second_check_counts_a_known_finding_and_does_not_minimise_it_again(tm
     assert row["status"] == "known" and row["minimal"]
 
 
-def test_what_was_not_made_small_in_time_is_made_small_by_the_next_campaign(tmp_path: Path, toy: Path) -> None:
+def test_what_was_not_made_small_in_time_is_made_small_by_the_next_campaign(
+    tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (toy / "wrong").write_text("wrong")
+    monkeypatch.setattr(runner, "GRACE_S", 600.0)  # for a machine that needs long to load
     (late,) = check([ENGINE], options(tmp_path, until=time.monotonic()))[1]
     assert late.trials > 0  # whatever loading took, something is searched
     (finding,) = late.findings.values()
@@ -107,6 +110,23 @@ def test_what_was_not_made_small_in_time_is_made_small_by_the_next_campaign(tmp_
     (result,) = check([ENGINE], options(tmp_path))[1]
     (again,) = result.findings.values()
     assert again["minimal"] and again["finding_id"] == finding["finding_id"]
+
+
+def test_an_engine_that_hangs_does_not_hold_a_campaign_up(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call hangs; its deadline is half a minute away. The campaign's time is over before, and nothing stays behind."""
+    (toy / "wrong").write_text("hang")
+    monkeypatch.setattr(runner, "GRACE_S", 0.5)
+    below: list[psutil.Process] = []
+    started = runner.Shards.__init__
+
+    def noted(shards: runner.Shards, count: int) -> None:
+        started(shards, count)
+        below.extend(psutil.Process().children(recursive=True))
+
+    monkeypatch.setattr(runner.Shards, "__init__", noted)
+    (result,) = check([ENGINE], options(tmp_path, until=time.monotonic() + 4))[1]
+    assert (result.trials, result.findings) == (0, {})
+    assert below and not psutil.wait_procs(below, timeout=30)[1]
 
 
 def test_a_shard_that_met_something_new_leaves_time_to_make_it_small(tmp_path: Path, toy: Path) -> None:
@@ -119,6 +139,7 @@ def test_a_shard_that_met_something_new_leaves_time_to_make_it_small(tmp_path: P
 
 def test_nights_tell_new_known_and_fixed_and_the_ledger_excuses(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nightly, "DISCOVERY_MIN_S", 0.5)
+    monkeypatch.setattr(runner, "GRACE_S", 600.0)  # for a machine that needs long to load
     statuses, red = [], []
     for mode in ("wrong", "wrong", ""):
         (toy / "wrong").write_text(mode)

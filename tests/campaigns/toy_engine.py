@@ -1,6 +1,7 @@
 """A third-party engine that knows nothing of paritree: one operation, right or wrong by a file, so that a defect can be fixed between runs."""
 
 import os
+import time
 
 SWITCH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "wrong")
 
@@ -34,6 +35,8 @@ class Engine:
             outputs["out"][..., -1] += 1
         if mode == "crash":
             os.abort()
+        if mode == "hang":
+            time.sleep(3600)
 
     def open(self, config, weights):
         raise Refused("no sessions")
