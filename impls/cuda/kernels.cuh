@@ -20,3 +20,4 @@
 #include "tree_attention_f32.cuh"
 #include "tree_attention_sm90.cuh"
 #include "tree_attention_taps.cuh"
+#include "tree_attention_split.cuh"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,23 @@ from spec.sampling import Sampling
 
 LAUNCH_ROWS_MAX = 65535  # of the second and third dimension of a grid
 WORKSPACE_MAX = 64 << 20  # bytes, of one attention call
-TILED_RANK, TILED_WIDTH, TILED_ROWS, TILED_KEYS = 512, 576, 64, 64  # the largest tile of keys
-TILED = ("tree_attention_tiled_f32", 100_864)  # kernel, bytes; asserted in tree_attention_f32.cuh
-RESIDENT = ("tree_attention_resident_f32", 231_936)
-MMA16 = ("tree_attention_mma_bf16", 65_536)  # asserted in tree_attention_bf16.cuh
-MMA32 = ("tree_attention_mma32_bf16", 121_344)
-WGMMA = ("tree_attention_wgmma_bf16", 231_424)  # sm_90a only; asserted in tree_attention_sm90.cuh
+TILED_RANK, TILED_WIDTH, TILED_KEYS = 512, 576, 64  # the largest tile of keys
+
+
+class Form(NamedTuple):
+    """A tiled attention kernel: its name, its shared memory (asserted in its file), and the query rows of a block."""
+
+    kernel: str
+    shared_bytes: int
+    rows: int = 64
+
+
+TILED = Form("tree_attention_tiled_f32", 100_864)  # FMA
+RESIDENT = Form("tree_attention_resident_f32", 231_936)
+SPLIT16, SPLIT32 = Form("tree_attention_split16_f32", 97_792, 32), Form("tree_attention_split32_f32", 226_560, 32)  # tensor cores
+MMA16, MMA32 = Form("tree_attention_mma_bf16", 57_344), Form("tree_attention_mma32_bf16", 113_152)
+MMA64 = Form("tree_attention_mma64_bf16", 224_768)
+WGMMA = Form("tree_attention_wgmma_bf16", 231_424)  # sm_90a only
 SHARED_PORTABLE = 101_376  # bytes a block on sm_120
 DRAFT_BINS, DRAFT_SORT, DRAFT_CHUNK = 4096, 4096, 8192  # draft_table.cuh: of draft_table_once
 SELECT_PATHS = 1024  # tree.cuh: the least capacity of best_first_select
@@ -63,8 +75,8 @@ class Kernels:
         self.device = device
         self.plain = forms == "plain"
         self._counters: Array | None = None
-        self.float32_form = RESIDENT if device.shared_max >= RESIDENT[1] else TILED
-        self.mma_form = WGMMA if device.warpgroups else MMA32 if device.shared_max >= MMA32[1] else MMA16
+        self.float32_form = SPLIT32 if device.shared_max >= SPLIT32.shared_bytes else SPLIT16
+        self.mma_form = WGMMA if device.warpgroups else MMA32 if device.shared_max >= MMA32.shared_bytes else MMA16
 
     # Rows
 
@@ -228,24 +240,25 @@ class Kernels:
             )  # fmt: skip
             return out
         query_rows = rows * heads
-        splits, per_split = self.splits(query_rows, keys)
+        form = self.mma_form if narrow else self.float32_form
+        splits, per_split = self.splits(query_rows, keys, form.rows)
         part_out = part_stat = None
         if splits > 1:
             part_out = self.device.empty((splits, query_rows, kv_rank), np.float32)
             part_stat = self.device.empty((splits, query_rows, 2), np.float32)
-        kernel, shared_bytes = self.mma_form if narrow else self.float32_form
         self.device.launch(
-            kernel, (-(-query_rows // TILED_ROWS), splits), 256,
+            form.kernel, (-(-query_rows // form.rows), splits), 256,
             (q, cache, table, size, bits, words, seen, heads, query_rows, prefix_len, keys, per_split, float(scale), out, part_out, part_stat, None),
-            shared_bytes,
+            form.shared_bytes,
         )  # fmt: skip
         if splits > 1:
             self.device.launch("tree_attention_merge_f32", (query_rows,), 128, (part_out, part_stat, splits, query_rows, kv_rank, out))
         return out
 
-    def splits(self, query_rows: int, keys: int) -> tuple[int, int]:
-        """(parts of the keys, keys a part): enough blocks for the device, at least two tiles a part, and workspace within WORKSPACE_MAX."""
-        tiles = -(-query_rows // TILED_ROWS)
+    def splits(self, query_rows: int, keys: int, rows: int) -> tuple[int, int]:
+        """(parts of the keys, keys a part): enough blocks of `rows` query rows for the device, at least two tiles a part, and workspace within
+        WORKSPACE_MAX."""
+        tiles = -(-query_rows // rows)
         wanted = max(1, self.device.processors // tiles)
         room = max(1, WORKSPACE_MAX // (4 * query_rows * (TILED_RANK + 2)))
         splits = max(1, min(wanted, room, -(-keys // (2 * TILED_KEYS))))

@@ -154,18 +154,25 @@ WILD = Plant(
 @dataclass(frozen=True)
 class HostPlant:
     """A bug in the code around the kernels (host/session.cpp), compiled in by `build.PLANTED` and chosen by PARITREE_CUDA_PLANT. It acts where a
-    graph is replayed, and nowhere else. `tap`: the first one that a judge finds wrong."""
+    graph is replayed, and nowhere else. `taps`: where a judge first finds it, the
+    earliest that the engine shows."""
 
     name: str
-    tap: str
+    taps: tuple[str, ...]
     kind: str
 
 
 HOST_PLANTS: tuple[HostPlant, ...] = (
     # [k] the three things that serving engines forget to refresh between two replays
-    HostPlant("graph-stale-mask", "o_latent", "the mask is made once, beside the graph: replays see the tree that was captured"),
-    HostPlant("graph-stale-length", "o_latent", "the length of the prefix is an argument of the launches: replays keep the captured one"),
-    HostPlant("graph-stale-pages", "o_latent", "page tables are copied up to the first replay only"),
+    HostPlant(
+        "graph-stale-mask", ("scores", "o_latent"), "the mask is made once, beside the graph: replays see the tree that was captured"
+    ),
+    HostPlant(
+        "graph-stale-length",
+        ("scores", "o_latent"),
+        "the length of the prefix is an argument of the launches: replays keep the captured one",
+    ),
+    HostPlant("graph-stale-pages", ("scores", "o_latent"), "page tables are copied up to the first replay only"),
 )
 
 

@@ -53,7 +53,7 @@ extern "C" __global__ void window_mask(const unsigned* tree_bits, int tree_words
         const unsigned word = __ballot_sync(FULL_WARP, visible);
         if (threadIdx.x % 32 == 0) {
             bits[static_cast<long long>(blockIdx.x) * words + w] = word;
-            if (word) atomicOr(&seen[w], word);
+            if (word != 0u) atomicOr(&seen[w], word);
         }
     }
 }

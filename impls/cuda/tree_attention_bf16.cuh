@@ -6,7 +6,8 @@
 // the latents (a profile has to say so: u_input covers it), their sum is not. exp2 with log2(e) folded into the scale.
 //   tree_attention_plain_bf16    one block per (row, head), any sizes, weights not rounded
 //   tree_attention_mma_bf16      kv_rank 512, rope_dim 64, tiles of 16 keys: 66 KiB of shared memory
-//   tree_attention_mma32_bf16    the same with tiles of 32 keys: half as many barriers, 121 KiB (not on sm_120)
+//   tree_attention_mma32_bf16    the same with tiles of 32 keys: half as many barriers, 113 KiB (not on sm_120)
+//   tree_attention_mma64_bf16    the same with tiles of 64 keys: 220 KiB (sm_90)
 #pragma once
 #include "tree_attention_f32.cuh"
 
@@ -18,14 +19,21 @@ constexpr int SLICES = 4, SLICE = WIDTH / SLICES, STEPS = SLICE / 16;
 constexpr int COLUMNS = RANK / SLICES;  // output columns of a warp
 template <int KEYS>
 struct Layout {
-    static constexpr int PART_STRIDE = KEYS + 8, WEIGHT_STRIDE = KEYS + 8;
-    static constexpr int TILE_BYTES = KEYS * STRIDE * 2, PART_FLOATS = ROWS * PART_STRIDE;
+    static constexpr int WEIGHT_STRIDE = KEYS + 8;
+    static constexpr int TILE_BYTES = KEYS * STRIDE * 2, PART_FLOATS = ROWS * KEYS;
     static constexpr int PART_BYTES = SLICES * PART_FLOATS * 4, WEIGHT_BYTES = ROWS * WEIGHT_STRIDE * 2;
     static constexpr int BYTES = 2 * TILE_BYTES + PART_BYTES + WEIGHT_BYTES + 2 * ROWS * 4;
 };
-static_assert(Layout<16>::BYTES == 65536 && Layout<16>::BYTES <= 101376, "sm_120 grants 99 KiB a block; impls/cuda/kernels.py has the number");
-static_assert(Layout<32>::BYTES == 121344, "impls/cuda/kernels.py has the number");
+static_assert(Layout<16>::BYTES == 57344 && Layout<16>::BYTES <= 101376, "sm_120 grants 99 KiB a block; impls/cuda/kernels.py has the number");
+static_assert(Layout<32>::BYTES == 113152, "impls/cuda/kernels.py has the number");
+static_assert(Layout<64>::BYTES == 224768 && Layout<64>::BYTES <= 232448, "sm_90 grants 227 KiB a block; impls/cuda/kernels.py has the number");
 }  // namespace mma_bf16_tile
+
+// Column of a partial score in a row of KEYS floats: four rows that are written together, and two that are read, fall into different banks.
+template <int KEYS>
+PARITREE_INLINE int banked(int row, int key) {
+    return KEYS == 16 ? key ^ ((row >> 1 & 1) << 3) : key ^ ((row & 1) << 4 | (row >> 1 & 1) << 3);
+}
 
 // 8 warps: for the scores 2 groups of 32 rows x 4 slices of 144 products, whose partial sums meet in shared memory; for the values the same
 // groups of rows x 4 groups of 128 columns. The query stays in registers (72 a thread), as does the output (128).
@@ -92,7 +100,7 @@ PARITREE_INLINE void tree_attention_mma(const unsigned short* query, const unsig
         copy_commit();
 
         // scores of 32 rows x 16 keys over this warp's slice
-#pragma unroll
+#pragma unroll(KEYS == 64 ? 1 : KEYS / 16)
         for (int group = 0; group < KEYS / 16; ++group) {
             float part[2][2][4];
 #pragma unroll
@@ -117,9 +125,10 @@ PARITREE_INLINE void tree_attention_mma(const unsigned short* query, const unsig
             for (int m = 0; m < 2; ++m)
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
-                    float* target = parts + quarter * L::PART_FLOATS + (row_group + m * 16 + lane / 4) * L::PART_STRIDE + group * 16 + n * 8 + 2 * (lane & 3);
+                    const int row = row_group + m * 16 + lane / 4;
+                    float* target = parts + quarter * L::PART_FLOATS + row * KEYS + banked<KEYS>(row, group * 16 + n * 8 + 2 * (lane & 3));
                     *reinterpret_cast<float2*>(target) = make_float2(part[m][n][0], part[m][n][1]);
-                    *reinterpret_cast<float2*>(target + 8 * L::PART_STRIDE) = make_float2(part[m][n][2], part[m][n][3]);
+                    *reinterpret_cast<float2*>(target + 8 * KEYS) = make_float2(part[m][n][2], part[m][n][3]);  // row + 8 has the same order
                 }
         }
         __syncthreads();
@@ -129,10 +138,11 @@ PARITREE_INLINE void tree_attention_mma(const unsigned short* query, const unsig
 #pragma unroll
             for (int i = 0; i < OWN; i += 4) {
                 const int key = soft_part * 4 + i * 4;  // four keys at a time, so that a row's threads read neighbouring vectors
-                float4 x = *reinterpret_cast<const float4*>(parts + soft_row * L::PART_STRIDE + key);
+                const float* source = parts + soft_row * KEYS + banked<KEYS>(soft_row, key);
+                float4 x = *reinterpret_cast<const float4*>(source);
 #pragma unroll
                 for (int s = 1; s < SLICES; ++s) {
-                    const float4 y = *reinterpret_cast<const float4*>(parts + s * L::PART_FLOATS + soft_row * L::PART_STRIDE + key);
+                    const float4 y = *reinterpret_cast<const float4*>(source + s * L::PART_FLOATS);
                     x.x += y.x;
                     x.y += y.y;
                     x.z += y.z;
@@ -188,7 +198,7 @@ PARITREE_INLINE void tree_attention_mma(const unsigned short* query, const unsig
                     for (int i = 0; i < 4; ++i) sums[m][n][i] *= shrink[m][i >> 1];
         }
         // values: 32 rows x 128 columns
-#pragma unroll
+#pragma unroll(KEYS == 64 ? 1 : KEYS / 16)
         for (int group = 0; group < KEYS / 16; ++group) {
             unsigned a[2][4];
 #pragma unroll
@@ -260,6 +270,15 @@ tree_attention_mma32_bf16(const unsigned short* query, const unsigned short* cac
                           float* part_stat, const int* prefix_at) {
     paritree::on_device(prefix_at, prefix_len, keys);
     paritree::tree_attention_mma<32>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
+                                     part_out, part_stat);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+tree_attention_mma64_bf16(const unsigned short* query, const unsigned short* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, const unsigned* seen,
+                          int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out,
+                          float* part_stat, const int* prefix_at) {
+    paritree::on_device(prefix_at, prefix_len, keys);
+    paritree::tree_attention_mma<64>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
                                      part_out, part_stat);
 }
 

@@ -312,25 +312,37 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
 }
 
 // ---- merge ------------------------------------------------------------------------------------------------------
-// grid (query_rows), block 128: out = sum_s part_out[s] * 2^(max_s - max) / sum_s sum_s * 2^(max_s - max).
+// grid (query_rows), block 128: out = sum_s part_out[s] * 2^(max_s - max) / sum_s sum_s * 2^(max_s - max). Four columns a thread; the first parts
+// are on their way while the maxima are.
 PARITREE_INLINE void tree_attention_merge(const float* part_out, const float* part_stat, int splits, int query_rows, int kv_rank, float* out) {
-    const long long row = blockIdx.x;
-    float top = minus_infinity();
-    for (int s = 0; s < splits; ++s) top = fmaxf(top, part_stat[(s * static_cast<long long>(query_rows) + row) * 2]);
-    const float base = top == minus_infinity() ? 0.0f : top;
-    float total = 0.0f;
-    for (int s = 0; s < splits; ++s) {
-        const float* stat = part_stat + (s * static_cast<long long>(query_rows) + row) * 2;
-        total = fmaf(stat[1], exp2f(stat[0] - base), total);
-    }
-    const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-    for (int c = threadIdx.x; c < kv_rank; c += blockDim.x) {
-        float sum = 0.0f;
-        for (int s = 0; s < splits; ++s) {
-            const long long at = s * static_cast<long long>(query_rows) + row;
-            sum = fmaf(part_out[at * kv_rank + c], exp2f(part_stat[at * 2] - base), sum);
-        }
-        out[row * kv_rank + c] = sum * inverse;
+    constexpr int AHEAD = 4;
+    const long long row = blockIdx.x, part_floats = static_cast<long long>(query_rows) * kv_rank;
+    const float2* stat = reinterpret_cast<const float2*>(part_stat) + row;  // [splits], query_rows apart
+    for (int c = threadIdx.x * 4; c < kv_rank; c += blockDim.x * 4) {
+        const float* part = part_out + row * kv_rank + c;
+        float4 held[AHEAD];
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s)
+            if (s < splits) held[s] = *reinterpret_cast<const float4*>(part + s * part_floats);
+        float top = minus_infinity();
+#pragma unroll 4
+        for (int s = 0; s < splits; ++s) top = fmaxf(top, stat[static_cast<long long>(s) * query_rows].x);
+        const float base = top == minus_infinity() ? 0.0f : top;
+        float total = 0.0f;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        auto add = [&](int s, const float4& x) {
+            const float2 own = stat[static_cast<long long>(s) * query_rows];
+            const float factor = exp2f(own.x - base);
+            total = fmaf(own.y, factor, total);
+            sum = make_float4(fmaf(x.x, factor, sum.x), fmaf(x.y, factor, sum.y), fmaf(x.z, factor, sum.z), fmaf(x.w, factor, sum.w));
+        };
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s)
+            if (s < splits) add(s, held[s]);
+#pragma unroll 4
+        for (int s = AHEAD; s < splits; ++s) add(s, *reinterpret_cast<const float4*>(part + s * part_floats));
+        const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+        *reinterpret_cast<float4*>(out + row * kv_rank + c) = make_float4(sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse);
     }
 }
 

@@ -22,7 +22,7 @@ namespace paritree::cuda {
 namespace {
 
 constexpr int64_t kWorkspaceMax = int64_t{64} << 20;  // bytes, of one attention call
-constexpr int64_t kTiledRows = 64, kTiledKeys = 32;
+constexpr int64_t kTiledRows = 64, kSplitRows = split_tile::ROWS, kTiledKeys = 32;
 constexpr int kFewRows = 8, kGroupedRows = 32, kArgmaxSplits = 64;
 constexpr int64_t kBudgetMax = 1024, kDepthMax = 20, kSelectPaths = 1024;
 constexpr int64_t kSharedPortable = 101376;  // bytes a block on sm_120
@@ -361,7 +361,7 @@ void Device::combine(const float* weights, const float* experts, const float* sh
 namespace {
 // (parts of the keys, keys a part): enough blocks for the device, at least two tiles a part, workspace within kWorkspaceMax
 std::pair<int64_t, int64_t> key_splits(int64_t query_rows, int64_t keys, int processors) {
-  const int64_t wanted = std::max<int64_t>(1, processors / parts(query_rows, kTiledRows));
+  const int64_t wanted = std::max<int64_t>(1, processors / parts(query_rows, kSplitRows));
   const int64_t room = std::max<int64_t>(1, kWorkspaceMax / (4 * query_rows * (tiled_f32::RANK + 2)));
   const int64_t splits = std::max<int64_t>(1, std::min({wanted, room, parts(keys, 2 * kTiledKeys)}));
   const int64_t each = round_up(parts(keys, splits), kTiledKeys);
@@ -386,9 +386,13 @@ void Device::tree_attention(const Attention& a, float* workspace) {
   const auto [splits, each] = key_splits(query_rows, a.keys, processors_);
   float* part_out = splits > 1 ? workspace : nullptr;
   float* part_stat = splits > 1 ? workspace + splits * query_rows * a.kv_rank : nullptr;
-  LAUNCH(tree_attention_tiled_f32, (Grid{parts(query_rows, kTiledRows), splits}), 256, tiled_f32::SHARED_BYTES, a.query, a.cache, a.pages.table, a.pages.size,
-         a.bits, narrow(a.words), a.seen, narrow(a.heads), narrow(query_rows), narrow(a.prefix_len), narrow(a.keys),
-         narrow(each), a.scale, a.out, part_out, part_stat, a.prefix_at);
+  const auto run = [&, splits = splits, each = each](const char* name, auto* kernel, int64_t shared_bytes) {
+    launch(name, kernel, Grid{parts(query_rows, kSplitRows), splits}, 256u, shared_bytes, stream_, a.query, a.cache, a.pages.table, a.pages.size, a.bits,
+           narrow(a.words), a.seen, narrow(a.heads), narrow(query_rows), narrow(a.prefix_len), narrow(a.keys), narrow(each), a.scale, a.out, part_out, part_stat,
+           a.prefix_at);
+  };
+  if (shared_bytes_of_a_block() >= split_tile::Layout<32>::BYTES) run("tree_attention_split32_f32", tree_attention_split32_f32, split_tile::Layout<32>::BYTES);
+  else run("tree_attention_split16_f32", tree_attention_split16_f32, split_tile::Layout<16>::BYTES);
   if (splits > 1)
     LAUNCH(tree_attention_merge_f32, {query_rows}, 128, 0, part_out, part_stat, narrow(splits), narrow(query_rows), narrow(a.kv_rank), a.out);
 }
