@@ -147,13 +147,12 @@ def _rename(step: Step) -> Step:
 
 
 def _budget(case: SessionCase, departures: Sequence[Departure]) -> Script:
-    """The engine's own loop with half the budget."""
+    """The engine's own loop with half the budget, and the same drafts: a drafter that aims at the budget's edge aims at that of the first run."""
     if case.generate is None:
         raise CaseError("the relation `budget` needs the engine's own loop")
-    half = dataclasses.replace(case, generate=dataclasses.replace(case.generate, budget=case.generate.budget // 2))
-    config = departed(config_of(case), departures)
+    loop = generate_step(departed(config_of(case), departures), case)
     script = session_script(dataclasses.replace(case, generate=None, rounds=()), departures)
-    return dataclasses.replace(script, steps=(*script.steps, generate_step(config, half)))
+    return dataclasses.replace(script, steps=(*script.steps, dataclasses.replace(loop, budget=loop.budget // 2)))
 
 
 RECIPES: Mapping[str, tuple[Relation, Recipe]] = {

@@ -75,6 +75,17 @@ def test_recipes_cover_what_the_registry_says() -> None:
         twin(dataclasses.replace(CASE, relation="budget", generate=None))
 
 
+@pytest.mark.parametrize("drafter", ["random", "noisy", "table", "chain", "dflash", "edge"])
+def test_a_smaller_budget_nests_for_every_drafter(drafter: str) -> None:
+    """An honest engine, twelve seeds: the second run gets the drafts of the first, whatever the drafter knows of the budget."""
+    bench = Bench(InProcess(resolve("blocked")))
+    for seed in range(12):
+        loop = GenerateCase(drafter, seed, 80, -1, 7, 3, 6, -1)
+        case = SessionCase("tiny", (), 0, "ordinary", ((3, seed), (2, seed + 1)), (), generate=loop, relation="budget")
+        related = [j for j in bench.outcome(case).judgements if j.tap == "relation budget"]
+        assert [j.verdict for j in related] == [Verdict.EXACT], related[0].message
+
+
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "budget"])
 def test_a_twin_is_another_script_with_rows_that_match(name: str) -> None:
     base = session_script(dataclasses.replace(CASE, generate=None))
