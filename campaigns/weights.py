@@ -6,6 +6,7 @@ provider's memory fails in its own worker and not in the judge.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 
@@ -145,20 +146,26 @@ def _equal_maxima(config: Config, seed: int, weights: dict[str, Array]) -> None:
     weights["head"] = head
 
 
-def _silent_router(config: Config, seed: int, weights: dict[str, Array]) -> None:
-    """Routing logits of about -280, of which the sigmoid is exactly 0 in float32: the bias alone chooses, and all mixing weights are 0 over a
-    denominator of eps. One channel of the stream is the same in every row."""
-    channel = int(philox("silent", seed).integers(config.hidden))
-    table = weights["embed"].copy()
-    table[:, channel] = 32
-    weights["embed"] = table
-    for layer in range(config.first_dense, config.layers):
-        if f"{layer}.router_bias" in weights and config.denominator_eps > 0:
-            gain = weights[f"{layer}.ffn_norm"].copy()
-            gain[channel] = 2
-            router = weights[f"{layer}.router"] * np.float32(0.5)
-            router[channel] = -25
-            weights |= {f"{layer}.ffn_norm": gain, f"{layer}.router": router}
+def _quiet_router(level: float, bias_shift: float) -> Change:
+    """Every routing logit is about `level`, because one channel of the stream is the same in every row. At -300 all sigmoids are exactly 0 in float32:
+    the bias alone chooses, and the mixing weights are 0 over a denominator of eps. At -18, and a bias of 12, (score + bias) - bias is 0 for every
+    expert, but the mixing weights are those of any scores."""
+
+    def change(config: Config, seed: int, weights: dict[str, Array]) -> None:
+        channel = int(philox("quiet", seed).integers(config.hidden))
+        table = weights["embed"].copy()
+        table[:, channel] = 32  # far above what the layers add: after the norm it is close to the root of the width
+        weights["embed"] = table
+        for layer in range(config.first_dense, config.layers):
+            if f"{layer}.router_bias" not in weights or not config.denominator_eps:
+                continue
+            gain, router = weights[f"{layer}.ffn_norm"].copy(), weights[f"{layer}.router"].copy()
+            gain[channel] = 1
+            router[channel] = level / math.sqrt(config.hidden)
+            bias = (weights[f"{layer}.router_bias"] + np.float32(bias_shift)).astype(np.float32)
+            weights |= {f"{layer}.ffn_norm": gain, f"{layer}.router": router, f"{layer}.router_bias": bias}
+
+    return change
 
 
 def _level_router(config: Config, seed: int, weights: dict[str, Array]) -> None:
@@ -206,7 +213,8 @@ REGIMES: dict[str, Change] = {
     "special-tokens": _special_tokens,
     "negative-logits": _negative_logits,
     "equal-maxima": _equal_maxima,
-    "silent-router": _silent_router,
+    "silent-router": _quiet_router(-300.0, 0.0),
+    "faint-router": _quiet_router(-18.0, 12.0),
     "level-router": _level_router,
     "views": _laid_out("views"),
     "poisoned-margins": _laid_out("poison"),

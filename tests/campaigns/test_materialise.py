@@ -202,6 +202,14 @@ def test_a_silent_router_has_scores_of_zero() -> None:
     assert not taps_of("silent-router", "expert_weights").any()
 
 
+def test_a_faint_router_has_scores_that_a_bias_swallows() -> None:
+    scores = taps_of("faint-router", "router_scores")
+    bias = weights_for(TINY, WeightsKey(1, "faint-router"))[f"{TINY.first_dense}.router_bias"]
+    assert (scores > 0).all() and (scores < 1e-5).all()
+    assert (((scores + bias[: scores.shape[1]]) - bias[: scores.shape[1]]) < scores / 2).mean() > 0.5
+    assert (taps_of("faint-router", "expert_weights").sum(-1) > 0.9).all()
+
+
 def test_a_level_router_is_a_tie_of_all_experts() -> None:
     assert (taps_of("level-router", "router_scores") == 0.5).all()
     assert (np.sort(taps_of("level-router", "expert_ids"), -1) == np.arange(TINY.top_k)).all()
