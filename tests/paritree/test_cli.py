@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from campaigns import nightly
 from campaigns.case import OpCase, SessionCase, to_json
+from campaigns.mutation import Score
+from campaigns.runner import EngineResult, Options
 from paritree import cli
 
 ROOT = Path(__file__).parent.parent.parent
@@ -270,3 +273,61 @@ def test_an_internal_error_is_exit_4_and_says_how_to_see_more(monkeypatch: pytes
 )
 def test_a_budget_is_time_or_trials(text: str, budget: tuple[float | None, int | None]) -> None:
     assert cli.budget_of(text) == budget
+
+
+# Nights
+
+
+def plant(name: str, *, found: bool, searched: float) -> Score:
+    place = "route" if found else ""
+    return Score(name, False, "a report", "f: routing", "route", place, found, found, found, 0, 0, 0.5, 7, 30, "", searched)
+
+
+@pytest.fixture
+def night(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A night that is over at once: one finding stands and was not replayed; of three plants one was found. What it was given."""
+    given: dict[str, Any] = {}
+    row = {
+        "finding_id": "F-1",
+        "engine": "mine",
+        "verdict": "DEFECT",
+        "op": "add",
+        "rule": "",
+        "rung": "ops",
+        "status": "known",
+        "message": "off by one",
+    }
+    tally = {"judgements": 1, "checked": 10, "unverified": 0, "verdicts": {"EXACT": 5}}
+
+    def at_once(engines: list[str], options: Options, seconds: float, progress: Any) -> nightly.Night:
+        given.update(engines=engines, options=options, seconds=seconds)
+        sample = (plant("Z27", found=True, searched=2.0), plant("Z28", found=False, searched=60.0), plant("Z29", found=False, searched=9.0))
+        results = [EngineResult("mine", trials=5, tallies={"ops": tally})]
+        return nightly.Night("run-1", results, [row], frozenset(), sample, frozenset({"F-1"}), 12)
+
+    monkeypatch.setattr(nightly, "nightly", at_once)
+    return given
+
+
+def test_a_night_says_what_it_found_what_had_to_wait_and_how_the_judge_did(
+    night: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "nightly", "mine", "--engine", "mine", "--budget", "10m")
+    assert code == FINDINGS
+    assert night["engines"] == ["mine"]
+    assert 0 < night["seconds"] <= 600  # what was spent until here is part of the budget
+    assert "known     F-1 mine DEFECT add (ops) (not replayed tonight: no time): off by one" in out
+    assert "the judge itself: 1 of 3 planted defects found tonight, 1 at the right place" in out
+    assert "Z28 (f: routing): missed in 60 s" in out
+    assert "Z29 (f: routing): the score allows 60 s, not found in 9 s" in out
+
+
+def test_a_night_is_a_document_too(night: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code, body = document(capsys, "nightly", "mine", "--budget", "10m")
+    assert code == body["exit_code"] == FINDINGS
+    assert (body["findings"]["known"], body["not_replayed"], body["seed"]) == (["F-1"], ["F-1"], 12)
+    assert [(one["mutant"], one["found"], one["searched"]) for one in body["sample"]] == [
+        ("Z27", True, 2.0),
+        ("Z28", False, 60.0),
+        ("Z29", False, 9.0),
+    ]
