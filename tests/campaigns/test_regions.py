@@ -75,11 +75,7 @@ def test_the_generator_reaches_every_region_and_every_declared_cell() -> None:
         discovery.step()
     reached = {number for number in REGIONS if met[(coverage.BUGZOO, f"{number:02d} {REGIONS[number]}")] >= 10}
     assert reached == set(REGIONS)
-    ops = {
-        cell
-        for cell in coverage.declared()
-        if cell[0] in ("op", "size mod 16", "tree shape", "accepted path", "rounds", "hazard")
-    }
+    ops = {cell for cell in coverage.declared() if cell[0] in ("op", "size mod 16", "tree shape", "accepted path", "rounds", "hazard")}
     assert ops - met.keys() == set()
 
 

@@ -50,7 +50,19 @@ def test_the_page_of_an_invented_night(invented: Path, tmp_path: Path) -> None:
     text = page_text(invented, tmp_path)
     document = assert_sound(text)
     sections = [e.attributes["id"] for e in document.elements if e.tag == "h2"]
-    assert sections == ["ladder", "verdicts", "findings", "heat", "coverage", "mutation", "nights", "slowest", "history", "words", "meaning"]
+    assert sections == [
+        "ladder",
+        "verdicts",
+        "findings",
+        "heat",
+        "coverage",
+        "mutation",
+        "nights",
+        "slowest",
+        "history",
+        "words",
+        "meaning",
+    ]
     (headline,) = [words_of(e.text) for e in document.elements if e.tag == "h1"]
     assert headline == "✕6 open findings in 400 trials"
     (ladder,) = by_class(document, "ladder")
