@@ -15,6 +15,8 @@ namespace paritree::cuda {
 namespace {
 
 constexpr int64_t kFirstPositions = 256;
+constexpr int64_t kGuardBytes = 256;
+constexpr int kGuardByte = 0xa5;
 constexpr std::size_t kGraphs = 256;  // kept at a time, of forward passes and of rounds each
 
 int64_t words_for(int64_t rows) { return (rows + 31) / 32; }
@@ -156,19 +158,43 @@ void DeviceSession::load(paritree_weight_fn callback, void* user) {
 
 template <class T>
 T* DeviceSession::buffer(const std::string& name, int64_t count) {
-  const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(T)), with_guard = bytes + (poison_ ? kGuardBytes : 0);
   const auto found = buffers_.find(name);
   if (found == buffers_.end()) {
-    buffers_.emplace(name, Memory<char>(device_, bytes));
-  } else if (found->second.count() < bytes) {
+    buffers_.emplace(name, Memory<char>(device_, with_guard));
+  } else if (found->second.count() < with_guard) {
     device_.synchronise();  // the old memory may still be in use
-    found->second = Memory<char>(device_, std::max(bytes, 2 * found->second.count()));
-    rounds_.clear();  // they hold the old address
-    forwards_.clear();
+    found->second = Memory<char>(device_, std::max(with_guard, 2 * found->second.count()));
+    forget_graphs();
   }
   Memory<char>& memory = buffers_.at(name);
-  if (poison_) device_.fill(memory.data(), 0xff, memory.count());
+  if (poison_) {
+    device_.fill(memory.data(), 0xff, bytes);
+    device_.fill(memory.data() + bytes, kGuardByte, kGuardBytes);
+    guards_[name] = memory.data() + bytes;
+  }
   return reinterpret_cast<T*>(memory.data());
+}
+
+// Memory has moved, and graphs hold the old addresses. That a shape has run, so that its buffers have their sizes, stays true.
+void DeviceSession::forget_graphs() {
+  for (auto& [shape, recorded] : rounds_) recorded.graph.reset();
+  for (auto& [shape, recorded] : forwards_) recorded.graph.reset();
+}
+
+// Whether what was launched since the buffers were asked for has kept within them.
+void DeviceSession::check_guards() {
+  if (!poison_ || guards_.empty()) return;
+  Memory<char> together(device_, static_cast<int64_t>(guards_.size()) * kGuardBytes);
+  int64_t at = 0;
+  for (const auto& [name, guard] : guards_) device_.copy(together.data() + kGuardBytes * at++, guard, kGuardBytes);
+  std::vector<unsigned char> host(static_cast<std::size_t>(together.count()));
+  device_.copy_out(host.data(), together.data(), together.count());
+  at = 0;
+  for (const auto& [name, guard] : guards_) {
+    const auto begin = host.begin() + kGuardBytes * at++;
+    if (std::any_of(begin, begin + kGuardBytes, [](unsigned char byte) { return byte != kGuardByte; })) failed("a kernel wrote behind the end of buffer '", name, "'");
+  }
 }
 
 // ---- sequences and pages ---------------------------------------------------------------------------------------------
@@ -238,8 +264,7 @@ void DeviceSession::ensure_positions(int64_t limit) {
     weights_.erase(name);
     weights_.emplace(name, std::move(memory));
   }
-  rounds_.clear();  // they hold the old tables
-  forwards_.clear();
+  forget_graphs();
   positions_ = count;
 }
 
@@ -341,6 +366,7 @@ void DeviceSession::check_rows(const BatchRows& rows) const {
 }
 
 DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& order) {
+  guards_.clear();
   const int64_t count = rows.count();
   std::map<int32_t, std::vector<int64_t>> members;
   for (int64_t i = 0; i < count; ++i) members[rows.sequence[static_cast<std::size_t>(i)]].push_back(i);
@@ -424,6 +450,12 @@ DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& orde
   batch.shape.push_back(batch.kept_rows);
   ensure_positions(1 + furthest);
 
+  if (planted("graph-stale-pages")) {  // the tables stay those that were there before the first replay
+    static std::vector<int32_t> captured;
+    if (replays_ == 0) captured = tables;
+    captured.resize(tables.size(), 0);
+    tables = captured;
+  }
   std::vector<int32_t> inputs;
   std::vector<std::size_t> at;
   for (const std::vector<int32_t>* part : {&tokens, &slots, &positions, &parents, &prefixes, &wanted, &key_positions, &tables}) {
@@ -431,7 +463,6 @@ DeviceSession::Batch DeviceSession::plan_host(const BatchRows& rows, Order& orde
     inputs.insert(inputs.end(), part->begin(), part->end());
   }
   int32_t* on_device = buffer<int32_t>("plan", static_cast<int64_t>(inputs.size()));
-  if (planted("graph-stale-pages") && replays_ > 0) inputs.resize(at.back());  // the tables stay those that were there before the first replay
   device_.copy_in(on_device, inputs.data(), static_cast<int64_t>(inputs.size()) * 4);
   batch.plan.tokens = on_device + at[0];
   batch.plan.slots = on_device + at[1];
@@ -525,6 +556,7 @@ void DeviceSession::forward(const BatchRows& rows, float* logits, const TapSink&
       else if (record.narrow) push_tap<uint16_t, float>(record, order, batch, taps);
       else push_tap<float>(record, order, batch, taps);
     }
+    check_guards();
     if (logits != nullptr) device_.copy_out(logits, buffers_.at("logits").data(), batch.kept * config_.vocab * 4);
     device_.synchronise();
   } catch (...) {
@@ -545,10 +577,13 @@ void DeviceSession::run_forward(const Batch& batch, const Order& order, const Ta
   if (!graphs_) return launch();
   if (recorded.graph == nullptr) {
     if (recorded.runs++ == 0) return launch();  // every buffer gets its size, and cuBLAS its kernels
+    const std::map<std::string, const char*> before = std::exchange(guards_, {});
     recorded.graph = device_.captured(launch);
     recorded.taps = taps_;
+    recorded.guards = std::exchange(guards_, before);
   }
   taps_ = recorded.taps;
+  for (const auto& [name, guard] : recorded.guards) guards_[name] = guard;
   device_.replay(*recorded.graph);
   ++replays_;
   ++replays_of_process;
@@ -568,7 +603,7 @@ void DeviceSession::launch_forward(const Batch& batch, const Order& order, const
   device_.rms_norm(residual, hidden, weight("norm"), config_.rms_eps, normed, hidden, rows, hidden);
   tap(taps, &order, "final_norm", config_.layers, normed, rows, {rows, hidden});
   float* picked = buffer<float>("picked", kept * hidden);
-  float* out = buffer<float>("logits", kept * vocab);
+  float* out = buffer<float>("logits", kept * vocab - (planted("short-buffer") && kept > 0 ? 1 : 0));
   device_.gather(normed, batch.wanted, picked, kept, hidden);
   if (config_.tied) {
     device_.gemm({picked, hidden, 0, weight("embed"), hidden, 0, out, vocab, 0, kept, vocab, hidden, 1, true});
@@ -843,6 +878,7 @@ std::vector<DeviceSession::Outcome> DeviceSession::tree_round(const std::vector<
 }
 
 DeviceSession::Round DeviceSession::prepare_round(const std::vector<Draft>& drafts, int64_t block_len, int64_t budget) {
+  guards_.clear();
   const int64_t streams = static_cast<int64_t>(drafts.size()), nodes = budget + 1, vocab = config_.vocab;
   int64_t longest = 0;
   for (const Draft& draft : drafts) {
@@ -894,8 +930,11 @@ void DeviceSession::run_round(const Round& round) {
       launch_round(round);
       return;
     }
+    const std::map<std::string, const char*> before = std::exchange(guards_, {});
     recorded.graph = device_.captured([&] { launch_round(round); });
+    recorded.guards = std::exchange(guards_, before);
   }
+  for (const auto& [name, guard] : recorded.guards) guards_[name] = guard;
   device_.replay(*recorded.graph);
   ++replays_;
   ++replays_of_process;
@@ -970,6 +1009,7 @@ std::vector<DeviceSession::Outcome> DeviceSession::finish_round(const Round& rou
   const int64_t nodes = round.shape.nodes(), streams = round.shape.streams, record = round.record();
   std::vector<int32_t> host(static_cast<std::size_t>(streams * record + 1));
   device_.copy_out(host.data(), round.records, (streams * record + 1) * 4);
+  check_guards();
   const int32_t problem = host.back();
   if (problem != 0) {
     for (const Draft& draft : drafts) drop_pending(draft.sequence);

@@ -203,6 +203,8 @@ class DeviceSession {
   template <class T>
   void tap(const TapSink& taps, const Order* order, const char* name, int64_t layer, const T* data, int64_t rows, std::initializer_list<int64_t> shape);
 
+  void check_guards();
+  void forget_graphs();
   template <class T>
   T* buffer(const std::string& name, int64_t count);
 
@@ -223,12 +225,14 @@ class DeviceSession {
   std::map<int32_t, Sequence> sequences_;
   std::map<std::string, Memory<char>> buffers_;  // by the name of what they hold, kept between batches
   int64_t positions_ = 0;                        // rows of the rotary tables on the device
-  bool poison_;                                  // fill every buffer with NaN before each use
+  bool poison_;                                  // fill every buffer with NaN before each use, and put a guard behind it
+  std::map<std::string, const char*> guards_;    // behind the buffers of the batch or round, on the device
   bool graphs_;                                  // PARITREE_CUDA_GRAPH
   struct Recorded {
     int64_t runs = 0;  // before it was recorded; the first one sizes the buffers
     GraphPointer graph;
     std::vector<TapRecord> taps;
+    std::map<std::string, const char*> guards;
   };
   std::map<RoundShape, Recorded> rounds_;  // these two are dropped whenever memory moves
   std::map<std::pair<std::vector<int64_t>, std::vector<std::string>>, Recorded> forwards_;  // by shape and taps
