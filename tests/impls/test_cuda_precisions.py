@@ -95,8 +95,6 @@ def test_drawn_sessions_are_verified_to_the_last_judgement(name: str, precision:
 @pytest.mark.parametrize("regime", ["ordinary", "large-scores"])
 @pytest.mark.parametrize("override", SWITCHES, ids=str)
 def test_every_switch_is_honoured_and_verified(name: str, precision: str, override: dict[str, Any], regime: str) -> None:
-    if precision == "bf16" and override.get("cache_format") == "float16":
-        pytest.skip("refused, see below")
     outcome = Bench(InProcess(engine_on(name))).outcome(session_of(override, regime))
     assert {judgement.verdict for judgement in outcome.judgements} <= {Verdict.EXACT, Verdict.WITHIN_BOUND, Verdict.TIE}
 
@@ -150,9 +148,6 @@ def test_what_is_refused_says_why(name: str, precision: str) -> None:
     weights = random_weights(config, 1).__getitem__
     with pytest.raises(Unsupported, match="stream_experts is set, but this engine keeps every expert on the device"):
         engine_on(name).open(config, weights, options={"stream_experts": 1})
-    if precision == "bf16":
-        with pytest.raises(Unsupported, match="cache_format is float16, but in bfloat16 mode the cache holds bfloat16"):
-            opened(name, cache_format="float16")
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "../../native/arguments.hpp"
-#include "../../native/pointwise.hpp"
 #include "operations.hpp"
 #include "session.hpp"
 
@@ -120,10 +119,8 @@ paritree_status paritree_open(const paritree_open_args* args, paritree_session**
   return guarded([&] {
     const OpenRequest request = read_open(args, session, kCacheSlots);
     const ModelConfig& config = request.config;
-    const Precision chosen = precision();
     if (config.stream_experts) unsupported("stream_experts is set, but this engine keeps every expert on the device: it has no room for a model that large");
-    if (chosen == Precision::bf16 && config.to_cache == round_float16) unsupported("cache_format is float16, but in bfloat16 mode the cache holds bfloat16");
-    *session = new paritree_session{{config, args->weight, args->weight_user, request.cache_slots, chosen}};
+    *session = new paritree_session{{config, args->weight, args->weight_user, request.cache_slots, precision()}};
   });
 }
 

@@ -752,6 +752,7 @@ void DeviceSession::attention(const Plan& plan, const Order* order, int64_t laye
   device_.rope(q + c.nope_dim, heads * head_dim, head_dim, cos, sin, query + rank, heads * width, width, rows, heads, dim, half_layout);
   device_.gemm({q, heads * head_dim, head_dim, of_layer(layer, "w_kc"), rank, c.nope_dim * rank, query, heads * width, width, rows, rank, c.nope_dim, heads, false});
   float* o_latent = buffer<float>("o_latent", rows * heads * rank);
+  if (c.to_cache != round_nothing) device_.round_cache(fresh, rows * width, c.to_cache == round_float16);
   if (narrow_) {
     const int64_t padded = padded_width();
     uint16_t* narrow_fresh = buffer<uint16_t>("narrow cache rows", rows * padded);
@@ -760,7 +761,6 @@ void DeviceSession::attention(const Plan& plan, const Order* order, int64_t laye
     device_.cast_rows(query, width, narrow_query, padded, rows * heads, width);
     attend(plan, order, layer, narrow_fresh, narrow_query, padded, o_latent, taps);
   } else {
-    if (c.to_cache != round_nothing) device_.round_cache(fresh, rows * width, c.to_cache == round_float16);
     attend(plan, order, layer, fresh, query, width, o_latent, taps);
   }
   tap(taps, order, "o_latent", layer, o_latent, rows, {rows, heads, rank});
