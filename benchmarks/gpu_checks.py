@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from impls.cuda.device import CupyDevice
-from impls.cuda.kernels import MMA16, MMA32, RESIDENT, TILED, WGMMA, Kernels
+from impls.cuda.kernels import MMA16, MMA32, RESIDENT, SPLIT16, SPLIT32, TILED, WGMMA, Kernels
 from tests.impls.test_cuda_suite import CHECKS, attention_production_width
 
 
@@ -20,8 +20,9 @@ def main() -> int:
     kernels = Kernels(device)
     for check in CHECKS:
         check(kernels)
-    kernels.float32_form = TILED
-    attention_production_width(kernels)
+    for form in (TILED, RESIDENT, SPLIT16, SPLIT32):
+        kernels.float32_form = form
+        attention_production_width(kernels)
     bf16_forms(kernels)
     print(f"{len(CHECKS)} checks passed")
     return 0
@@ -41,7 +42,6 @@ def bf16_forms(kernels: Kernels) -> None:
         out = kernels.device.download(kernels.tree_attention(q, cache, bits, 0, 150, 512, 0.1, seen=seen))
         if not np.isfinite(out).all():
             raise SystemExit(f"{form[0]}: the output is not finite")
-    kernels.float32_form = RESIDENT
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.gpu_timing import HEADS, RANK, SCALE, SHAPES, WIDTH, tree_bits
 from impls.cuda.device import CupyDevice
-from impls.cuda.kernels import MMA32, RESIDENT, TILED, WGMMA, Kernels
+from impls.cuda.kernels import MMA32, RESIDENT, SPLIT16, SPLIT32, TILED, WGMMA, Kernels
 
 
 def main() -> None:
@@ -22,9 +22,9 @@ def main() -> None:
     cache = rng.standard_normal((prefix + nodes, WIDTH), dtype=np.float32)
     bits = tree_bits(kernels, nodes)
     narrow = kernels.cast_bf16(q), kernels.cast_bf16(cache)
-    for form in (TILED, RESIDENT, MMA32, WGMMA):
+    for form in (TILED, RESIDENT, SPLIT16, SPLIT32, MMA32, WGMMA):
         kernels.float32_form = kernels.mma_form = form
-        a, b = (q, cache) if form in (TILED, RESIDENT) else narrow
+        a, b = (q, cache) if form.kernel.endswith("f32") else narrow
         kernels.tree_attention(a, b, bits, prefix, prefix + nodes, RANK, SCALE)
     status = kernels.device.zeros((1,), np.int32)
     ids, log_probs = kernels.draft_table(rng.standard_normal((15, 163_840), dtype=np.float32) * 2.5, 512, status)

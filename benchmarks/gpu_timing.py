@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from impls.cuda.device import Array, CupyDevice
-from impls.cuda.kernels import MMA16, MMA32, RESIDENT, TILED, WGMMA, Kernels
+from impls.cuda.kernels import MMA16, MMA32, RESIDENT, SPLIT16, SPLIT32, TILED, WGMMA, Kernels
 
 FLOAT32_RATE = 60e12  # operations a second, FMA counted twice: 132 multiprocessors x 128 lanes x 2 x 1.785 GHz
 BF16_RATE = 790e12  # measured on random data, 8192^3 product of torch 2.11 on an H200
@@ -100,8 +100,10 @@ def _attention(cupy: Any, kernels: Kernels, note: Callable[[Timing], None]) -> N
         bits = tree_bits(kernels, nodes)
         operations = 2.0 * rows * HEADS * keys * (WIDTH + RANK)
         for name, form, narrow, rate in (
-            ("tree_attention f32, 99 KiB", TILED, False, FLOAT32_RATE),
-            ("tree_attention f32, resident", RESIDENT, False, FLOAT32_RATE),
+            ("tree_attention f32, FMA, 99 KiB", TILED, False, FLOAT32_RATE),
+            ("tree_attention f32, FMA, resident", RESIDENT, False, FLOAT32_RATE),
+            ("tree_attention f32, parts, 96 KiB", SPLIT16, False, FLOAT32_RATE),
+            ("tree_attention f32, parts", SPLIT32, False, FLOAT32_RATE),
             ("tree_attention bf16, mma 16 keys", MMA16, True, BF16_RATE),
             ("tree_attention bf16, mma 32 keys", MMA32, True, BF16_RATE),
             ("tree_attention bf16, wgmma", WGMMA, True, BF16_RATE),

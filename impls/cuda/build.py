@@ -148,7 +148,7 @@ def _compile_all(identity: str, folder: Path, command: Callable[[Path, Path], li
 
 
 def _link_emulated(identity: str, compiler: tuple[str, ...], folder: Path, target: Path, defines: list[str]) -> None:
-    listing = " ".join(f"X({name})" for name in kernel_names())
+    listing = " ".join(f"X({name})" for name in kernel_names(emulated=True))
     emulator = FOLDER / "emulator"
     launcher = folder / "launcher.cpp"
     launcher.write_text(

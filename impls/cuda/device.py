@@ -33,6 +33,7 @@ class Device(Protocol):
     processors: int
     shared_max: int  # bytes of shared memory that one block may have
     warpgroups: bool  # kernels of tree_attention_sm90.cuh are there
+    clusters: bool  # and those of them whose blocks see each other's shared memory
 
     def empty(self, shape: Shape, dtype: Any) -> Array:
         """Uninitialised; a checking device fills it with poison."""
@@ -69,7 +70,7 @@ class CupyDevice:
         self._cupy = cupy
         self._checking = checking
         capability = cupy.cuda.Device().compute_capability
-        self.warpgroups = capability == "90"
+        self.warpgroups = self.clusters = capability == "90"
         self._module = cupy.RawModule(path=str(_cubin(source or expanded(), f"sm_{capability}{'a' if self.warpgroups else ''}")))
         self._kernels: dict[str, Any] = {}
         self._guarded: list[Any] = []

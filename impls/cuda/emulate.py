@@ -41,6 +41,7 @@ class EmulatedDevice:
         self.processors = 4
         self.shared_max = 232_448  # of sm_90
         self.warpgroups = True
+        self.clusters = False
 
     def empty(self, shape: Shape, dtype: Any) -> Array:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -97,7 +98,7 @@ def _library(source: str) -> Any:
     """The compiled emulation of `source`, from the cache folder of the native engine."""
     compiler = native_build.find_compiler()
     emulator = FOLDER / "emulator"
-    listing = " ".join(f"X({name})" for name in kernel_names())
+    listing = " ".join(f"X({name})" for name in kernel_names(emulated=True))
     text = (
         f'#include "{emulator / "emulator.hpp"}"\n{source}\n#define PARITREE_KERNEL_LIST(X) {listing}\n'
         f'#include "{emulator / "emulator.cpp"}"\n'

@@ -21,24 +21,26 @@ TILED_RANK, TILED_WIDTH, TILED_KEYS = 512, 576, 64  # the largest tile of keys
 
 
 class Form(NamedTuple):
-    """A tiled attention kernel: its name, its shared memory (asserted in its file), and the query rows of a block."""
+    """A tiled attention kernel: its name, its shared memory (asserted in its file), the query rows and threads of a block."""
 
     kernel: str
     shared_bytes: int
     rows: int = 64
+    threads: int = 256
 
 
 TILED = Form("tree_attention_tiled_f32", 100_864)  # FMA
 RESIDENT = Form("tree_attention_resident_f32", 231_936)
-SPLIT16, SPLIT32 = Form("tree_attention_split16_f32", 97_792, 32), Form("tree_attention_split32_f32", 226_560, 32)  # tensor cores
+SPLIT16, SPLIT32 = Form("tree_attention_split16_f32", 97_792, 32), Form("tree_attention_split32_f32", 226_560, 32, 512)  # tensor cores
 MMA16, MMA32 = Form("tree_attention_mma_bf16", 57_344), Form("tree_attention_mma32_bf16", 113_152)
-MMA64 = Form("tree_attention_mma64_bf16", 224_768)
 WGMMA = Form("tree_attention_wgmma_bf16", 231_424)  # sm_90a only
+WGMMA_PAIR = Form("tree_attention_wgmma_pair_bf16", 231_424)  # the same for exactly two splits
 SHARED_PORTABLE = 101_376  # bytes a block on sm_120
 DRAFT_BINS, DRAFT_SORT, DRAFT_CHUNK = 4096, 4096, 8192  # draft_table.cuh: of draft_table_once
 SELECT_PATHS = 1024  # tree.cuh: the least capacity of best_first_select
 DEPTH_MAX, BUDGET_MAX = 20, 1024  # tree.cuh
-SAMPLE_CHUNK, SAMPLE_PART, SAMPLE_SCRATCH = 4096, 48, 18_304  # sampling.cuh: tokens a block, bytes; asserted there
+SAMPLE_CHUNK, SAMPLE_PART, SAMPLE_SCRATCH = 4096, 48, 18_304  # sampling.cuh: tokens of a chunk, bytes; asserted there
+SAMPLE_BLOCKS = 8  # of the race, about, on each multiprocessor: two waves of four
 FEW_ROWS = 8
 GROUPED_ROWS = 32
 
@@ -242,16 +244,19 @@ class Kernels:
         query_rows = rows * heads
         form = self.mma_form if narrow else self.float32_form
         splits, per_split = self.splits(query_rows, keys, form.rows)
+        if form == WGMMA and splits == 2 and self.device.clusters:
+            form = WGMMA_PAIR
+        joined = splits == 1 or form == WGMMA_PAIR  # by the kernel itself
         part_out = part_stat = None
-        if splits > 1:
+        if not joined:
             part_out = self.device.empty((splits, query_rows, kv_rank), np.float32)
             part_stat = self.device.empty((splits, query_rows, 2), np.float32)
         self.device.launch(
-            form.kernel, (-(-query_rows // form.rows), splits), 256,
+            form.kernel, (-(-query_rows // form.rows), splits), form.threads,
             (q, cache, table, size, bits, words, seen, heads, query_rows, prefix_len, keys, per_split, float(scale), out, part_out, part_stat, None),
             form.shared_bytes,
         )  # fmt: skip
-        if splits > 1:
+        if not joined:
             self.device.launch("tree_attention_merge_f32", (query_rows,), 128, (part_out, part_stat, splits, query_rows, kv_rank, out))
         return out
 
@@ -366,7 +371,9 @@ class Kernels:
         if self.plain:
             self.device.launch("sample_plain", (rows,), 512, (*operands, ids, status), SAMPLE_SCRATCH)
             return ids
-        blocks = -(-vocab // SAMPLE_CHUNK)
+        chunks = -(-vocab // SAMPLE_CHUNK)
+        each = -(-chunks * rows // (SAMPLE_BLOCKS * self.device.processors))
+        blocks = -(-chunks // each)
         parts = self.device.empty((rows, blocks, SAMPLE_PART), np.uint8)
         self.device.launch("sample_race", (blocks, rows), 256, (*operands, parts))
         self.device.launch("sample_finish", (rows,), 512, (*operands, parts, blocks, ids, status), SAMPLE_SCRATCH)

@@ -7,7 +7,6 @@
 //   tree_attention_plain_bf16    one block per (row, head), any sizes, weights not rounded
 //   tree_attention_mma_bf16      kv_rank 512, rope_dim 64, tiles of 16 keys: 66 KiB of shared memory
 //   tree_attention_mma32_bf16    the same with tiles of 32 keys: half as many barriers, 113 KiB (not on sm_120)
-//   tree_attention_mma64_bf16    the same with tiles of 64 keys: 220 KiB (sm_90)
 #pragma once
 #include "tree_attention_f32.cuh"
 
@@ -26,7 +25,6 @@ struct Layout {
 };
 static_assert(Layout<16>::BYTES == 57344 && Layout<16>::BYTES <= 101376, "sm_120 grants 99 KiB a block; impls/cuda/kernels.py has the number");
 static_assert(Layout<32>::BYTES == 113152, "impls/cuda/kernels.py has the number");
-static_assert(Layout<64>::BYTES == 224768 && Layout<64>::BYTES <= 232448, "sm_90 grants 227 KiB a block; impls/cuda/kernels.py has the number");
 }  // namespace mma_bf16_tile
 
 // Column of a partial score in a row of KEYS floats: four rows that are written together, and two that are read, fall into different banks.
@@ -100,7 +98,7 @@ PARITREE_INLINE void tree_attention_mma(const unsigned short* query, const unsig
         copy_commit();
 
         // scores of 32 rows x 16 keys over this warp's slice
-#pragma unroll(KEYS == 64 ? 1 : KEYS / 16)
+#pragma unroll
         for (int group = 0; group < KEYS / 16; ++group) {
             float part[2][2][4];
 #pragma unroll
@@ -134,6 +132,7 @@ PARITREE_INLINE void tree_attention_mma(const unsigned short* query, const unsig
         __syncthreads();
         {
             constexpr int OWN = KEYS / 4;
+            const bool whole = start + KEYS <= min(end, prefix_len);  // every key of the tile is visible to every row
             float own[OWN], top = row_max;
 #pragma unroll
             for (int i = 0; i < OWN; i += 4) {
@@ -152,7 +151,7 @@ PARITREE_INLINE void tree_attention_mma(const unsigned short* query, const unsig
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const int at = start + key + j;
-                    own[i + j] = at < end && soft_query < query_rows && sees(mask_row, prefix_len, at) ? values[j] * scale2 : minus_infinity();
+                    own[i + j] = whole || (at < end && soft_query < query_rows && sees(mask_row, prefix_len, at)) ? values[j] * scale2 : minus_infinity();
                     top = fmaxf(top, own[i + j]);
                 }
             }
@@ -198,7 +197,7 @@ PARITREE_INLINE void tree_attention_mma(const unsigned short* query, const unsig
                     for (int i = 0; i < 4; ++i) sums[m][n][i] *= shrink[m][i >> 1];
         }
         // values: 32 rows x 128 columns
-#pragma unroll(KEYS == 64 ? 1 : KEYS / 16)
+#pragma unroll
         for (int group = 0; group < KEYS / 16; ++group) {
             unsigned a[2][4];
 #pragma unroll
@@ -270,15 +269,6 @@ tree_attention_mma32_bf16(const unsigned short* query, const unsigned short* cac
                           float* part_stat, const int* prefix_at) {
     paritree::on_device(prefix_at, prefix_len, keys);
     paritree::tree_attention_mma<32>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
-                                     part_out, part_stat);
-}
-
-extern "C" __global__ void __launch_bounds__(256, 1)
-tree_attention_mma64_bf16(const unsigned short* query, const unsigned short* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, const unsigned* seen,
-                          int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out,
-                          float* part_stat, const int* prefix_at) {
-    paritree::on_device(prefix_at, prefix_len, keys);
-    paritree::tree_attention_mma<64>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
                                      part_out, part_stat);
 }
 

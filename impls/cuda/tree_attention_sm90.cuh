@@ -3,11 +3,12 @@
 //   tree_attention_wgmma_bf16   kv_rank 512, rope_dim 64: warpgroup products (wgmma) straight from shared memory, 64 query rows and 64 keys a
 //                               tile; 226 KiB of shared memory. What it improves on: tree_attention_mma32_bf16 loads every operand into
 //                               registers by ldmatrix and gets about half of the tensor cores' rate
+//   tree_attention_wgmma_pair_bf16   the same for two splits, joined by a cluster of two blocks instead of another launch and 25 MB of traffic
 //
 // Two warpgroups: each computes the scores of all 64 rows against 32 of the keys, and 256 of the 512 output columns. Scores, maxima, sums
 // and outputs accumulate in float32; weights are rounded to bfloat16, their sum is not.
 #pragma once
-#include "ptx.cuh"
+#include "tree_attention_f32.cuh"
 
 // PARITREE_SM90A: the whole compilation is for sm_90a, its host part included, which then may launch these kernels
 #if defined(PARITREE_EMULATOR) || defined(PARITREE_SM90A) || (defined(__CUDA_ARCH_FEAT_SM90_ALL) && __CUDA_ARCH__ == 900)
@@ -119,18 +120,25 @@ PARITREE_INLINE void products_wait() { asm volatile("wgmma.wait_group.sync.align
 // shared memory written by ordinary stores and cp.async becomes visible to wgmma; a barrier has to follow
 PARITREE_INLINE void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
+// A pair of blocks that run together and see each other's shared memory.
+PARITREE_INLINE void pair_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+PARITREE_INLINE unsigned in_other_block(const void* shared, unsigned rank) {
+    unsigned out;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))), "r"(rank));
+    return out;
+}
+PARITREE_INLINE void store_in_other_block(unsigned address, float x, float y, float z, float w) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
 #endif
-}  // namespace wgmma_tile
-}  // namespace paritree
 
-// grid (ceil(rows * heads / 64), splits), block 256; parameters as tree_attention_tiled_f32
-extern "C" __global__ void __launch_bounds__(256, 1)
-tree_attention_wgmma_bf16(const unsigned short* query, const unsigned short* cache, const int* pages, int page_size, const unsigned* mask, int mask_words,
+// PAIR: the two splits of a row tile run as one cluster and are joined through shared memory. Without, parts are joined by another kernel.
+template <bool PAIR>
+PARITREE_INLINE void tree_attention(const unsigned short* query, const unsigned short* cache, const int* pages, int page_size, const unsigned* mask, int mask_words,
                           const unsigned* seen, int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out,
-                          float* part_out, float* part_stat, const int* prefix_at) {
-    using namespace paritree;
-    on_device(prefix_at, prefix_len, keys);
-    using namespace paritree::wgmma_tile;
+                          float* part_out, float* part_stat) {
     PARITREE_SHARED(unsigned char, memory);
     unsigned char* aligned = memory + (1024 - reinterpret_cast<unsigned long long>(memory) % 1024) % 1024;
     unsigned char* query_tile = aligned;
@@ -246,8 +254,47 @@ tree_attention_wgmma_bf16(const unsigned short* query, const unsigned short* cac
         row_sum[half] += __shfl_xor_sync(FULL_WARP, row_sum[half], 1);
         row_sum[half] += __shfl_xor_sync(FULL_WARP, row_sum[half], 2);
         if (lane % 4 == 0) sum_of[group * ROWS + row0 + half * 8] = row_sum[half];
+        if (PAIR && group == 0 && lane % 4 == 0) max_of[row0 + half * 8] = row_max[half];
     }
     __syncthreads();
+#ifndef PARITREE_EMULATOR  // it runs blocks one after the other
+    if constexpr (PAIR) {
+        // Each block of the pair finishes 256 of the columns: it gets the other's sums of those, and gives its own of the rest.
+        const unsigned own = blockIdx.y;
+        float* given = reinterpret_cast<float*>(key_tiles);  // [32][128 threads][4]
+        float* stats = given + 64 * 256;                     // [2][ROWS], maxima and sums of the other block
+        if (thread < ROWS) sum_of[thread] += sum_of[ROWS + thread];
+        pair_barrier();  // both are done with their tiles
+        if (group != own) {
+            const unsigned target = in_other_block(given, own ^ 1) + (thread % 128) * 16;
+#pragma unroll
+            for (int i = 0; i < 32; ++i) store_in_other_block(target + i * 2048, sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+            if (thread % 128 < 2 * ROWS / 4) {
+                const float4 x = *reinterpret_cast<const float4*>((thread % 128 < ROWS / 4 ? max_of : sum_of) + thread % (ROWS / 4) * 4);
+                store_in_other_block(in_other_block(stats, own ^ 1) + thread % 128 * 16, x.x, x.y, x.z, x.w);
+            }
+        }
+        pair_barrier();
+        if (group != own) return;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = row0 + half * 8;
+            if (first_row + row >= query_rows) continue;
+            const float other_max = stats[row], top = fmaxf(row_max[half], other_max), base = top == minus_infinity() ? 0.0f : top;
+            const float mine = exp2f(row_max[half] - base), theirs = exp2f(other_max - base);
+            const float total = sum_of[row] * mine + stats[ROWS + row] * theirs;
+            const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
+            float* target = out + static_cast<long long>(first_row + row) * RANK + group * 256 + 2 * (lane % 4);
+#pragma unroll
+            for (int n = 0; n < 32; ++n) {
+                const float2 x = *reinterpret_cast<const float2*>(given + n * 512 + thread % 128 * 4 + half * 2);
+                *reinterpret_cast<float2*>(target + n * 8) =
+                    make_float2((sums[n * 4 + half * 2] * mine + x.x * theirs) * inverse, (sums[n * 4 + half * 2 + 1] * mine + x.y * theirs) * inverse);
+            }
+        }
+        return;
+    }
+#endif
     const bool final = gridDim.y == 1;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -266,5 +313,30 @@ tree_attention_wgmma_bf16(const unsigned short* query, const unsigned short* cac
             *reinterpret_cast<float2*>(target + n * 8) = make_float2(sums[n * 4 + half * 2] * inverse, sums[n * 4 + half * 2 + 1] * inverse);
     }
 }
+
+}  // namespace wgmma_tile
+}  // namespace paritree
+
+// grid (ceil(rows * heads / 64), splits), block 256; parameters as tree_attention_tiled_f32
+extern "C" __global__ void __launch_bounds__(256, 1)
+tree_attention_wgmma_bf16(const unsigned short* query, const unsigned short* cache, const int* pages, int page_size, const unsigned* mask, int mask_words,
+                          const unsigned* seen, int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out,
+                          float* part_out, float* part_stat, const int* prefix_at) {
+    paritree::on_device(prefix_at, prefix_len, keys);
+    paritree::wgmma_tile::tree_attention<false>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys,
+                                                  keys_per_split, scale, out, part_out, part_stat);
+}
+
+#ifndef PARITREE_EMULATOR
+// grid (ceil(rows * heads / 64), 2): the same for two splits, which the pair of blocks joins; no parts are written
+extern "C" __global__ void __launch_bounds__(256, 1) __cluster_dims__(1, 2, 1)
+tree_attention_wgmma_pair_bf16(const unsigned short* query, const unsigned short* cache, const int* pages, int page_size, const unsigned* mask, int mask_words,
+                          const unsigned* seen, int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out,
+                          float* part_out, float* part_stat, const int* prefix_at) {
+    paritree::on_device(prefix_at, prefix_len, keys);
+    paritree::wgmma_tile::tree_attention<true>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys,
+                                                  keys_per_split, scale, out, part_out, part_stat);
+}
+#endif
 
 #endif

@@ -1,8 +1,8 @@
 // Absorbed-MLA tree attention in float32 on tensor cores (mma.sync, sm_80 and later): answers spec/ops/tree_attention.py. Tensors as in
 // tree_attention_f32.cuh.
 //
-//   tree_attention_split16_f32   kv_rank 512, rope_dim 64, 32 query rows and tiles of 16 keys: 99 KiB of shared memory
-//   tree_attention_split32_f32   the same with tiles of 32 keys: half as many barriers, 220 KiB (sm_90)
+//   tree_attention_split16_f32   kv_rank 512, rope_dim 64, 32 query rows and tiles of 16 keys: 96 KiB of shared memory, 8 warps
+//   tree_attention_split32_f32   the same with tiles of 32 keys: half as many barriers, and 16 warps hide what the others wait for; 221 KiB (sm_90)
 //
 // A float32 is the exact sum of three bfloat16: a = a1 + a2 + a3, a1 = bf16(a), a2 = bf16(a - a1), a3 = a - a1 - a2 (24 bits in three times
 // eight). A product is six of the nine products of parts, each exact, summed in float32 from the small ones to the large one:
@@ -23,21 +23,26 @@
 
 namespace paritree {
 namespace split_tile {
-constexpr int RANK = 512, WIDTH = 576, ROWS = 32, THREADS = 256, WARPS = 8;
-constexpr int SLICE = WIDTH / WARPS;   // products of a score that a warp sums: four steps of 16 and one of 8
+constexpr int RANK = 512, WIDTH = 576, ROWS = 32, SLICES = 8;
+constexpr int SLICE = WIDTH / SLICES;  // products of a score that a warp sums: four steps of 16 and one of 8
 constexpr int STEPS = SLICE / 16;
-constexpr int COLUMNS = RANK / WARPS;  // output columns of a warp
-constexpr int STRIDE = 584;            // of a key row of parts: an odd number of 16-byte units, so that ldmatrix rows fall into different banks
-template <int KEYS>
+constexpr int COLUMNS = RANK / SLICES;  // output columns of a warp
+constexpr int UNITS = WIDTH / 4;        // 16 bytes of a float32 key
+constexpr int STRIDE = 584;             // of a key row of parts: an odd number of 16-byte units, so that ldmatrix rows fall into different banks
+// M: groups of 16 rows of a warp. SHARES: the partial scores lie over the float32 tile, whose loads then start after the softmax.
+template <int KEYS, int M, bool SHARES>
 struct Layout {
+    static constexpr int THREADS = 32 * SLICES * (2 / M);
+    static constexpr int TEAM = THREADS / KEYS;  // threads that load and split a key
     static constexpr int PART = KEYS * STRIDE, WEIGHT_STRIDE = KEYS + 8, WEIGHT_PART = ROWS * WEIGHT_STRIDE;  // elements
-    static constexpr bool SHARES = KEYS == 16;  // the partial scores lie over the float32 tile, whose loads then start after the softmax
-    static constexpr int TILE_BYTES = 3 * PART * 2, RAW_BYTES = KEYS * WIDTH * 4, SCORE_BYTES = WARPS * ROWS * KEYS * 4, WEIGHT_BYTES = 3 * WEIGHT_PART * 2;
+    static constexpr int TILE_BYTES = 3 * PART * 2, RAW_BYTES = KEYS * WIDTH * 4, SCORE_BYTES = SLICES * ROWS * KEYS * 4, WEIGHT_BYTES = 3 * WEIGHT_PART * 2;
     static constexpr int BYTES = TILE_BYTES + RAW_BYTES + (SHARES ? 0 : SCORE_BYTES) + WEIGHT_BYTES + 2 * ROWS * 4;
+    static_assert(!SHARES || SCORE_BYTES <= RAW_BYTES, "the partial scores share the float32 tile");
 };
-static_assert(Layout<16>::BYTES == 97792 && Layout<16>::BYTES <= 101376, "sm_120 grants 99 KiB a block; impls/cuda/kernels.py has the number");
-static_assert(Layout<32>::BYTES == 226560 && Layout<32>::BYTES <= 232448, "sm_90 grants 227 KiB a block; impls/cuda/kernels.py has the number");
-static_assert(Layout<16>::SCORE_BYTES <= Layout<16>::RAW_BYTES, "the partial scores share the float32 tile");
+using Small = Layout<16, 2, true>;
+using Large = Layout<32, 1, false>;
+static_assert(Small::BYTES == 97792 && Small::BYTES <= 101376 && Small::THREADS == 256, "sm_120 grants 99 KiB a block; impls/cuda/kernels.py has the numbers");
+static_assert(Large::BYTES == 226560 && Large::BYTES <= 232448 && Large::THREADS == 512, "sm_90 grants 227 KiB a block; impls/cuda/kernels.py has the numbers");
 
 PARITREE_INLINE float low_of(unsigned pair) { return __uint_as_float(pair << 16); }
 PARITREE_INLINE float high_of(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -55,84 +60,82 @@ PARITREE_INLINE void split_pair(float x, float y, unsigned& first, unsigned& sec
 // The part of a (first index) and of b (second) of each product, from the smallest to the largest
 #define PARITREE_SPLIT_PRODUCTS(X) X(0, 2) X(1, 1) X(2, 0) X(0, 1) X(1, 0) X(0, 0)
 
-// 8 warps: for the scores each sums 72 of the products of all rows and keys, and the partial sums meet in shared memory; for the values each
-// owns 64 columns. The query (72 registers a thread) and the output (64) stay in registers.
+// 2 / M groups of 8 warps, each with 16 M rows: for the scores each warp sums 72 of the products of its rows with all keys, and the partial
+// sums meet in shared memory; for the values each owns 64 columns. The parts of the query and the output stay in registers.
 // grid (ceil(rows * heads / 32), splits), as tree_attention_tiled_f32.
-template <int KEYS>
+template <int KEYS, int M, bool SHARES>
 PARITREE_INLINE void tree_attention_split(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask,
                                           int mask_words, const unsigned* seen, int heads, int query_rows, int prefix_len, int keys, int keys_per_split, float scale,
                                           float* out, float* part_out, float* part_stat) {
     using namespace split_tile;
-    using L = Layout<KEYS>;
+    using L = Layout<KEYS, M, SHARES>;
     constexpr int GROUPS = KEYS / 16;  // of 16 keys
     PARITREE_SHARED(unsigned char, memory);
     unsigned short* tile = reinterpret_cast<unsigned short*>(memory);             // [3][KEYS][STRIDE], the parts
     float* raw = reinterpret_cast<float*>(memory + L::TILE_BYTES);                // [KEYS][WIDTH], on its way
-    float* scores = L::SHARES ? raw : raw + L::RAW_BYTES / 4;                     // [WARPS][ROWS][KEYS]
+    float* scores = SHARES ? raw : raw + L::RAW_BYTES / 4;                        // [SLICES][ROWS][KEYS]
     unsigned short* weights = reinterpret_cast<unsigned short*>(memory + L::BYTES - 2 * ROWS * 4 - L::WEIGHT_BYTES);  // [3][ROWS][WEIGHT_STRIDE]
     float* shrink_of = reinterpret_cast<float*>(memory + L::BYTES - 2 * ROWS * 4);  // [ROWS]
     float* sum_of = shrink_of + ROWS;                                             // [ROWS], at the end
 
-    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+    const int thread = threadIdx.x, slice = thread / 32 % SLICES, lane = thread & 31;
+    const int row_group = thread / (32 * SLICES) * 16 * M;
     const int first_row = blockIdx.x * ROWS;
     const int begin = blockIdx.y * keys_per_split, end = min(keys, begin + keys_per_split);
-    const int soft_row = thread >> 3, soft_part = thread & 7, soft_query = first_row + soft_row;
+    constexpr int SHARERS = L::THREADS / ROWS, OWN = KEYS / SHARERS;  // threads of a row in the softmax, and keys of each
+    const int soft_row = thread / SHARERS, soft_part = thread % SHARERS, soft_query = first_row + soft_row;
     const unsigned* mask_row = mask + static_cast<long long>(min(soft_query, query_rows - 1) / heads) * mask_words;
     const float scale2 = scale * LOG2_E;
 
-    // Each thread splits what it has loaded itself, so that no barrier is needed in between.
-    constexpr int UNITS = WIDTH / 4;  // of 16 bytes
+    // Each thread splits what it has loaded itself, so that no barrier is needed in between. Where half a warp has two keys, they are four
+    // apart: their parts fall into different banks.
+    const int team = thread / L::TEAM, unit = thread % L::TEAM;
+    const int own_key = L::TEAM == 8 ? (team & 1) * 4 + (team >> 1 & 3) + (team & ~7) : team;
+    float* own_raw = raw + own_key * WIDTH + unit * 4;
+    unsigned short* own_parts = tile + own_key * STRIDE + unit * 4;
     auto load_tile = [&](int start) {
-        int key = thread / UNITS, unit = thread % UNITS;
-        for (int i = thread; i < KEYS * UNITS; i += THREADS) {
-            const bool valid = start + key < end && is_read(seen, prefix_len, start + key);
-            copy16_async(raw + i * 4, cache_row(cache, pages, page_size, WIDTH, valid ? start + key : begin) + unit * 4, valid);
-            unit += THREADS - UNITS;
-            key += 1;
-            if (unit >= UNITS) {
-                unit -= UNITS;
-                key += 1;
-            }
-        }
+        const bool valid = start + own_key < end && is_read(seen, prefix_len, start + own_key);
+        const float* source = cache_row(cache, pages, page_size, WIDTH, valid ? start + own_key : begin) + unit * 4;
+#pragma unroll
+        for (int j = 0; j < UNITS; j += L::TEAM)
+            if (UNITS % L::TEAM == 0 || unit + j < UNITS) copy16_async(own_raw + j * 4, source + j * 4, valid);
     };
-    auto split_tile_of_keys = [&]() {
-        int key = thread / UNITS, unit = thread % UNITS;
+    auto split_own_keys = [&]() {
 #pragma unroll
-        for (int i = thread; i < KEYS * UNITS; i += THREADS) {
-            const float4 x = *reinterpret_cast<const float4*>(raw + i * 4);
-            uint2 part[3];
-            split_pair(x.x, x.y, part[0].x, part[1].x, part[2].x);
-            split_pair(x.z, x.w, part[0].y, part[1].y, part[2].y);
+        for (int j = 0; j < UNITS; j += L::TEAM)
+            if (UNITS % L::TEAM == 0 || unit + j < UNITS) {
+                const float4 x = *reinterpret_cast<const float4*>(own_raw + j * 4);
+                uint2 part[3];
+                split_pair(x.x, x.y, part[0].x, part[1].x, part[2].x);
+                split_pair(x.z, x.w, part[0].y, part[1].y, part[2].y);
 #pragma unroll
-            for (int p = 0; p < 3; ++p) *reinterpret_cast<uint2*>(tile + p * L::PART + key * STRIDE + unit * 4) = part[p];
-            unit += THREADS - UNITS;
-            key += 1;
-            if (unit >= UNITS) {
-                unit -= UNITS;
-                key += 1;
+                for (int p = 0; p < 3; ++p) *reinterpret_cast<uint2*>(own_parts + p * L::PART + j * 4) = part[p];
             }
-        }
     };
 
     if (begin < end) load_tile(begin);
     copy_commit();
-    float2 q[2][STEPS][4], q_last[2][2];
+    unsigned q[3][M][STEPS][4], q_last[3][M][2];
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = first_row + m * 16 + lane / 4 + half * 8;
-            const float* source = query + static_cast<long long>(row) * WIDTH + warp * SLICE + 2 * (lane & 3);
+            const int row = first_row + row_group + m * 16 + lane / 4 + half * 8;
+            const float* source = query + static_cast<long long>(row) * WIDTH + slice * SLICE + 2 * (lane & 3);
+            auto pair_at = [&](int column) { return row < query_rows ? *reinterpret_cast<const float2*>(source + column) : make_float2(0.0f, 0.0f); };
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    q[m][step][i * 2 + half] = row < query_rows ? *reinterpret_cast<const float2*>(source + step * 16 + i * 8) : make_float2(0.0f, 0.0f);
-            q_last[m][half] = row < query_rows ? *reinterpret_cast<const float2*>(source + STEPS * 16) : make_float2(0.0f, 0.0f);
+                for (int i = half; i < 4; i += 2) {
+                    const float2 x = pair_at(step * 16 + i / 2 * 8);
+                    split_pair(x.x, x.y, q[0][m][step][i], q[1][m][step][i], q[2][m][step][i]);
+                }
+            const float2 x = pair_at(STEPS * 16);
+            split_pair(x.x, x.y, q_last[0][m][half], q_last[1][m][half], q_last[2][m][half]);
         }
-    float sums[2][COLUMNS / 8][4];
+    float sums[M][COLUMNS / 8][4];
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; ++n)
 #pragma unroll
@@ -142,59 +145,51 @@ PARITREE_INLINE void tree_attention_split(const float* query, const float* cache
     for (int start = begin; start < end; start += KEYS) {
         copy_wait<0>();
         __syncthreads();  // every warp is done with the parts, the weights and the shrink factors of the tile before
-        split_tile_of_keys();
-        if (!L::SHARES && start + KEYS < end) load_tile(start + KEYS);
-        if (!L::SHARES) copy_commit();
+        split_own_keys();
+        if (!SHARES && start + KEYS < end) load_tile(start + KEYS);
+        if (!SHARES) copy_commit();
         __syncthreads();
 
-        // scores of 32 rows over this warp's slice
+        // scores over this warp's slice
         {
-            float part[2][2 * GROUPS][4];
+            float part[M][2 * GROUPS][4];
 #pragma unroll
-            for (int m = 0; m < 2; ++m)
+            for (int m = 0; m < M; ++m)
 #pragma unroll
                 for (int n = 0; n < 2 * GROUPS; ++n)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) part[m][n][i] = 0.0f;
-            const unsigned short* address = tile + ((lane & 7) + (lane >> 4) * 8) * STRIDE + warp * SLICE + ((lane >> 3) & 1) * 8;
+            const unsigned short* address = tile + ((lane & 7) + (lane >> 4) * 8) * STRIDE + slice * SLICE + ((lane >> 3) & 1) * 8;
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
-                unsigned a[2][3][4], b[3][GROUPS][4];
+                unsigned b[3][GROUPS][4];
 #pragma unroll
                 for (int p = 0; p < 3; ++p)
 #pragma unroll
                     for (int group = 0; group < GROUPS; ++group) load_matrices<false>(b[p][group], address + p * L::PART + group * 16 * STRIDE + step * 16);
-#pragma unroll
-                for (int m = 0; m < 2; ++m)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) split_pair(q[m][step][i].x, q[m][step][i].y, a[m][0][i], a[m][1][i], a[m][2][i]);
 #define PARITREE_PRODUCT(of_a, of_b)                                                                                      \
-    _Pragma("unroll") for (int m = 0; m < 2; ++m) _Pragma("unroll") for (int n = 0; n < 2 * GROUPS; ++n)                  \
-        mma_bf16(part[m][n], a[m][of_a], b[of_b][n / 2][n % 2 * 2], b[of_b][n / 2][n % 2 * 2 + 1]);
+    _Pragma("unroll") for (int m = 0; m < M; ++m) _Pragma("unroll") for (int n = 0; n < 2 * GROUPS; ++n)                  \
+        mma_bf16(part[m][n], q[of_a][m][step], b[of_b][n / 2][n % 2 * 2], b[of_b][n / 2][n % 2 * 2 + 1]);
                 PARITREE_SPLIT_PRODUCTS(PARITREE_PRODUCT)
 #undef PARITREE_PRODUCT
             }
             {  // the last eight columns
-                unsigned a[2][3][2], b[3][4];
-                const unsigned short* last = tile + lane % KEYS * STRIDE + warp * SLICE + STEPS * 16;
+                unsigned b[3][4];
+                const unsigned short* last = tile + lane % KEYS * STRIDE + slice * SLICE + STEPS * 16;
 #pragma unroll
                 for (int p = 0; p < 3; ++p) load_matrices<false>(b[p], last + p * L::PART);
-#pragma unroll
-                for (int m = 0; m < 2; ++m)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) split_pair(q_last[m][i].x, q_last[m][i].y, a[m][0][i], a[m][1][i], a[m][2][i]);
 #define PARITREE_PRODUCT(of_a, of_b)                                                                                      \
-    _Pragma("unroll") for (int m = 0; m < 2; ++m) _Pragma("unroll") for (int n = 0; n < 2 * GROUPS; ++n)                  \
-        mma_bf16(part[m][n], a[m][of_a], b[of_b][n]);
+    _Pragma("unroll") for (int m = 0; m < M; ++m) _Pragma("unroll") for (int n = 0; n < 2 * GROUPS; ++n)                  \
+        mma_bf16(part[m][n], q_last[of_a][m], b[of_b][n]);
                 PARITREE_SPLIT_PRODUCTS(PARITREE_PRODUCT)
 #undef PARITREE_PRODUCT
             }
 #pragma unroll
-            for (int m = 0; m < 2; ++m)
+            for (int m = 0; m < M; ++m)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int row = m * 16 + half * 8 + lane / 4;
-                    float* target = scores + (warp * ROWS + row) * KEYS;
+                    const int row = row_group + m * 16 + half * 8 + lane / 4;
+                    float* target = scores + (slice * ROWS + row) * KEYS;
 #pragma unroll
                     for (int n = 0; n < 2 * GROUPS; ++n)
                         *reinterpret_cast<float2*>(target + banked<KEYS>(row, n * 8 + 2 * (lane & 3))) =
@@ -202,104 +197,108 @@ PARITREE_INLINE void tree_attention_split(const float* query, const float* cache
                 }
         }
         __syncthreads();
-        {  // eight threads a row
-            constexpr int OWN = KEYS / 8;
+        {
+            const bool whole = start + KEYS <= min(end, prefix_len);  // every key of the tile is visible to every row
             float own[OWN], top = row_max;
             const float* source = scores + soft_row * KEYS + banked<KEYS>(soft_row, soft_part * OWN);
 #pragma unroll
             for (int i = 0; i < OWN; ++i) own[i] = 0.0f;
 #pragma unroll
-            for (int s = 0; s < WARPS; ++s) {
+            for (int s = 0; s < SLICES; ++s) {
+                const float* more = source + s * ROWS * KEYS;
                 if constexpr (OWN == 4) {
-                    const float4 more = *reinterpret_cast<const float4*>(source + s * ROWS * KEYS);
-                    own[0] += more.x;
-                    own[1] += more.y;
-                    own[2] += more.z;
-                    own[3] += more.w;
+                    const float4 x = *reinterpret_cast<const float4*>(more);
+                    own[0] += x.x;
+                    own[1] += x.y;
+                    own[2] += x.z;
+                    own[3] += x.w;
+                } else if constexpr (OWN == 2) {
+                    const float2 x = *reinterpret_cast<const float2*>(more);
+                    own[0] += x.x;
+                    own[1] += x.y;
                 } else {
-                    const float2 more = *reinterpret_cast<const float2*>(source + s * ROWS * KEYS);
-                    own[0] += more.x;
-                    own[1] += more.y;
+                    own[0] += *more;
                 }
             }
 #pragma unroll
             for (int i = 0; i < OWN; ++i) {
                 const int at = start + soft_part * OWN + i;
-                own[i] = at < end && soft_query < query_rows && sees(mask_row, prefix_len, at) ? own[i] * scale2 : minus_infinity();
+                own[i] = whole || (at < end && soft_query < query_rows && sees(mask_row, prefix_len, at)) ? own[i] * scale2 : minus_infinity();
                 top = fmaxf(top, own[i]);
             }
-            top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 2));
-            top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 4));
+#pragma unroll
+            for (int step = 1; step < SHARERS; step *= 2) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, step));
             const float base = top == minus_infinity() ? 0.0f : top;  // nothing visible so far
             const float shrink = exp2f(row_max - base);
             float total = 0.0f;
 #pragma unroll
             for (int i = 0; i < OWN; i += 2) {
-                const float x = exp2f(own[i] - base), y = exp2f(own[i + 1] - base);
+                const float x = exp2f(own[i] - base), y = OWN > 1 ? exp2f(own[OWN > 1 ? i + 1 : i] - base) : 0.0f;
                 total += x + y;
                 unsigned part[3];
                 split_pair(x, y, part[0], part[1], part[2]);
 #pragma unroll
-                for (int p = 0; p < 3; ++p)
-                    *reinterpret_cast<unsigned*>(weights + p * L::WEIGHT_PART + soft_row * L::WEIGHT_STRIDE + soft_part * OWN + i) = part[p];
+                for (int p = 0; p < 3; ++p) {
+                    unsigned short* target = weights + p * L::WEIGHT_PART + soft_row * L::WEIGHT_STRIDE + soft_part * OWN + i;
+                    if constexpr (OWN > 1) *reinterpret_cast<unsigned*>(target) = part[p];
+                    else *target = static_cast<unsigned short>(part[p]);
+                }
             }
-            total += __shfl_xor_sync(FULL_WARP, total, 1);
-            total += __shfl_xor_sync(FULL_WARP, total, 2);
-            total += __shfl_xor_sync(FULL_WARP, total, 4);
+#pragma unroll
+            for (int step = 1; step < SHARERS; step *= 2) total += __shfl_xor_sync(FULL_WARP, total, step);
             row_sum = row_sum * shrink + total;
             row_max = top;
             if (soft_part == 0) shrink_of[soft_row] = shrink;
         }
         __syncthreads();
-        if (L::SHARES && start + KEYS < end) load_tile(start + KEYS);
-        if (L::SHARES) copy_commit();
-        float shrink[2][2];
+        if (SHARES && start + KEYS < end) load_tile(start + KEYS);
+        if (SHARES) copy_commit();
+        float shrink[M][2];
         bool moved = false;
 #pragma unroll
-        for (int m = 0; m < 2; ++m)
+        for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                shrink[m][half] = shrink_of[m * 16 + lane / 4 + half * 8];
+                shrink[m][half] = shrink_of[row_group + m * 16 + lane / 4 + half * 8];
                 moved = moved || shrink[m][half] != 1.0f;
             }
         if (__any_sync(FULL_WARP, moved)) {
 #pragma unroll
-            for (int m = 0; m < 2; ++m)
+            for (int m = 0; m < M; ++m)
 #pragma unroll
                 for (int n = 0; n < COLUMNS / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) sums[m][n][i] *= shrink[m][i >> 1];
         }
-        // values: 32 rows x 64 columns
+        // values: 64 columns
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
-            unsigned a[2][3][4];
+            unsigned a[M][3][4];
 #pragma unroll
-            for (int m = 0; m < 2; ++m)
+            for (int m = 0; m < M; ++m)
 #pragma unroll
                 for (int p = 0; p < 3; ++p)
-                    load_matrices<false>(a[m][p], weights + p * L::WEIGHT_PART + (m * 16 + (lane & 15)) * L::WEIGHT_STRIDE + group * 16 + (lane >> 4) * 8);
-            const unsigned short* address = tile + (group * 16 + (lane & 15)) * STRIDE + warp * COLUMNS + (lane >> 4) * 8;
+                    load_matrices<false>(a[m][p], weights + p * L::WEIGHT_PART + (row_group + m * 16 + (lane & 15)) * L::WEIGHT_STRIDE + group * 16 + (lane >> 4) * 8);
+            const unsigned short* address = tile + (group * 16 + (lane & 15)) * STRIDE + slice * COLUMNS + (lane >> 4) * 8;
 #pragma unroll
             for (int n = 0; n < COLUMNS / 8; n += 2) {
                 unsigned b[3][4];
 #pragma unroll
                 for (int p = 0; p < 3; ++p) load_matrices<true>(b[p], address + p * L::PART + n * 8);
-                float fresh[2][2][4];
+                float fresh[M][2][4];
 #pragma unroll
-                for (int m = 0; m < 2; ++m)
+                for (int m = 0; m < M; ++m)
 #pragma unroll
                     for (int j = 0; j < 2; ++j)
 #pragma unroll
                         for (int i = 0; i < 4; ++i) fresh[m][j][i] = 0.0f;
 #define PARITREE_PRODUCT(of_a, of_b)                                                                           \
-    _Pragma("unroll") for (int m = 0; m < 2; ++m) _Pragma("unroll") for (int j = 0; j < 2; ++j)                \
+    _Pragma("unroll") for (int m = 0; m < M; ++m) _Pragma("unroll") for (int j = 0; j < 2; ++j)                \
         mma_bf16(fresh[m][j], a[m][of_a], b[of_b][j * 2], b[of_b][j * 2 + 1]);
                 PARITREE_SPLIT_PRODUCTS(PARITREE_PRODUCT)
 #undef PARITREE_PRODUCT
 #pragma unroll
-                for (int m = 0; m < 2; ++m)
+                for (int m = 0; m < M; ++m)
 #pragma unroll
                     for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -321,15 +320,15 @@ PARITREE_INLINE void tree_attention_split(const float* query, const float* cache
         stat[1] = sum_of[thread];
     }
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = m * 16 + lane / 4 + half * 8;
+            const int row = row_group + m * 16 + lane / 4 + half * 8;
             if (first_row + row >= query_rows) continue;
             const float inverse = final ? (sum_of[row] > 0.0f ? 1.0f / sum_of[row] : 0.0f) : 1.0f;
             float* target = (final ? out + static_cast<long long>(first_row + row) * RANK
                                    : part_out + (static_cast<long long>(blockIdx.y) * query_rows + first_row + row) * RANK) +
-                            warp * COLUMNS + 2 * (lane & 3);
+                            slice * COLUMNS + 2 * (lane & 3);
 #pragma unroll
             for (int n = 0; n < COLUMNS / 8; ++n)
                 *reinterpret_cast<float2*>(target + n * 8) = make_float2(sums[m][n][2 * half] * inverse, sums[m][n][2 * half + 1] * inverse);
@@ -343,15 +342,15 @@ tree_attention_split16_f32(const float* query, const float* cache, const int* pa
                            int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat,
                            const int* prefix_at) {
     paritree::on_device(prefix_at, prefix_len, keys);
-    paritree::tree_attention_split<16>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
-                                       part_out, part_stat);
+    paritree::tree_attention_split<16, 2, true>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale,
+                                                out, part_out, part_stat);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
+extern "C" __global__ void __launch_bounds__(512, 1)
 tree_attention_split32_f32(const float* query, const float* cache, const int* pages, int page_size, const unsigned* mask, int mask_words, const unsigned* seen, int heads,
                            int query_rows, int prefix_len, int keys, int keys_per_split, float scale, float* out, float* part_out, float* part_stat,
                            const int* prefix_at) {
     paritree::on_device(prefix_at, prefix_len, keys);
-    paritree::tree_attention_split<32>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale, out,
-                                       part_out, part_stat);
+    paritree::tree_attention_split<32, 1, false>(query, cache, pages, page_size, mask, mask_words, seen, heads, query_rows, prefix_len, keys, keys_per_split, scale,
+                                                out, part_out, part_stat);
 }

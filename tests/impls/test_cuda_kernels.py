@@ -18,7 +18,7 @@ from impls.cuda import plants
 from impls.cuda.device import OutOfBounds
 from impls.cuda.emulate import EmulatedDevice
 from impls.cuda.engine import PROFILE, PROFILE_BF16, CudaEngine
-from impls.cuda.kernels import MMA16, MMA32, RESIDENT, TILED, WGMMA, Kernels
+from impls.cuda.kernels import MMA16, MMA32, RESIDENT, SPLIT16, SPLIT32, TILED, WGMMA, Form, Kernels
 from impls.cuda.source import expanded, kernel_names
 from oracles.judge import judge_op
 from oracles.judgement import Judgement
@@ -64,24 +64,97 @@ def test_drawn_operations_are_within_their_bounds(name: str, forms: str) -> None
 
 
 @pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("form", (TILED, RESIDENT), ids=lambda form: form[0])
-def test_tiled_attention_is_within_its_bound(name: str, form: tuple[str, int]) -> None:
+@pytest.mark.parametrize("form", (TILED, RESIDENT, SPLIT16, SPLIT32), ids=lambda form: form.kernel)
+def test_tiled_attention_is_within_its_bound(name: str, form: Form) -> None:
     engine = CudaEngine(device_of(name, seed=7))
     engine.kernels.float32_form = form
     for number in range(len(REGIMES)):
         assert not wrong(engine, wide_attention(number))
 
 
+def attention_of(
+    kernels: Kernels, q: NDArray[np.float32], cache: NDArray[np.float32], visible: NDArray[np.uint8], scale: float
+) -> NDArray[np.float32]:
+    """q [T, H, 576], cache [S, 576], visible [T, S] -> [T, H, 512]."""
+    upload = kernels.device.upload
+    bits, seen = kernels.pack_mask(upload(visible))
+    out: NDArray[np.float32] = kernels.device.download(
+        kernels.tree_attention(upload(q), upload(cache), bits, 0, len(cache), 512, scale, seen=seen)
+    )
+    return out
+
+
 @pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("form", (MMA16, MMA32, WGMMA), ids=lambda form: form[0])
-def test_tensor_core_attention_is_within_the_bound_of_bfloat16_operands(name: str, form: tuple[str, int]) -> None:
+@pytest.mark.parametrize("form", (SPLIT16, SPLIT32), ids=lambda form: form.kernel)
+def test_three_parts_are_the_whole_number(name: str, form: Form) -> None:
+    """A row that sees one key returns its latent bit for bit, whatever its 24 bits: the weight is 1 and the three parts add up. Parts below
+    2**-126 may be lost (FLUSH), so that magnitudes start where the last part is above that."""
+    kernels = Kernels(device_of(name))
+    kernels.float32_form = form
+    rng = np.random.default_rng(5)
+    cache = (rng.uniform(1, 2, (40, 576)) * rng.choice([-1, 1], (40, 576)) * 2.0 ** rng.integers(-100, 127, (40, 576))).astype(np.float32)
+    cache[:, :4] = np.array([0.0, np.finfo(np.float32).max, -np.finfo(np.float32).max, 1.0], np.float32)
+    cache[:, 512:] = 0
+    visible = np.zeros((3, 40), np.uint8)
+    visible[[0, 1], [7, 33]] = 1  # and the last row sees nothing
+    out = attention_of(kernels, np.zeros((3, 5, 576), np.float32), cache, visible, 0.1)
+    assert np.array_equal(out, np.stack([cache[7, :512], cache[33, :512], np.zeros(512, np.float32)])[:, None].repeat(5, 1))
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("form", (SPLIT16, SPLIT32), ids=lambda form: form.kernel)
+def test_no_product_of_parts_is_missing(name: str, form: Form) -> None:
+    """Scores that are sums of two products near 2**9 which almost cancel, two keys a row. One of the six products of parts left out moves such a
+    sum by 2**-17 of 2**9 or more, and the weight by a quarter of that, 2**-10. The arithmetic: 8 u of each of four products, u = 2**-24, a quarter
+    of it 2**-12."""
+    kernels = Kernels(device_of(name))
+    kernels.float32_form = form
+    rng = np.random.default_rng(6)
+    rows = 32
+    q, cache = np.zeros((rows, 1, 576), np.float32), np.zeros((2 * rows, 576), np.float32)
+    visible = np.repeat(np.eye(rows, dtype=np.uint8), 2, axis=1)  # row t sees keys 2 t and 2 t + 1
+    for row in range(rows):
+        here = rng.choice(512, 2, replace=False) + np.array([0, 64])
+        q[row, 0, here] = rng.uniform(1, 2, 2)
+        for key in (2 * row, 2 * row + 1):
+            cache[key, here[0]] = rng.uniform(256, 512)
+            score = float(q[row, 0, here[0]]) * float(cache[key, here[0]])
+            cache[key, here[1]] = (rng.uniform(-1, 1) - score) / float(q[row, 0, here[1]])
+    latent = rng.integers(0, 2, (2 * rows, 1))  # what a weighted sum counts
+    unused = np.flatnonzero((q == 0).all(axis=(0, 1)))[0]
+    cache[:, unused] = latent[:, 0]
+    scores = np.where(visible, q[:, 0].astype(np.float64) @ cache.T.astype(np.float64), -np.inf)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    right = weights @ latent[:, 0] / weights.sum(1)
+    assert np.abs(attention_of(kernels, q, cache, visible, 1.0)[:, 0, unused] - right).max() < 2.0**-12
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("form", (SPLIT16, SPLIT32), ids=lambda form: form.kernel)
+@pytest.mark.parametrize("bad", (np.inf, -np.inf, np.nan))
+def test_numbers_that_are_none_do_not_vanish_between_the_parts(name: str, form: Form, bad: float) -> None:
+    kernels = Kernels(device_of(name))
+    kernels.float32_form = form
+    rng = np.random.default_rng(7)
+    q, cache = rng.standard_normal((2, 3, 576)).astype(np.float32), rng.standard_normal((20, 576)).astype(np.float32)
+    visible = np.ones((2, 20), np.uint8)
+    visible[1, 4] = 0
+    cache[4, 17] = bad
+    out = attention_of(kernels, q, cache, visible, 0.04)
+    assert np.isnan(out[0, :, 17]).all()
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("form", (MMA16, MMA32, WGMMA), ids=lambda form: form.kernel)
+@pytest.mark.parametrize("keys", (70, 150))  # in one part, and in two
+def test_tensor_core_attention_is_within_the_bound_of_bfloat16_operands(name: str, form: Form, keys: int) -> None:
     device = device_of(name)
     if form == WGMMA and not device.warpgroups:
         pytest.skip("warpgroup products need sm_90a")
     engine = CudaEngine(device, profile=PROFILE_BF16)
     engine.kernels.mma_form = form
     for number in range(len(REGIMES)):
-        assert not wrong(engine, wide_attention(number, rows=2, heads=3, keys=70))
+        assert not wrong(engine, wide_attention(number, rows=2, heads=3, keys=keys))
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kWorkspaceMax = int64_t{64} << 20;  // bytes, of one attention call
 constexpr int64_t kTiledRows = 64, kSplitRows = split_tile::ROWS, kTiledKeys = 32;
 constexpr int kFewRows = 8, kGroupedRows = 32, kArgmaxSplits = 64;
-constexpr int64_t kBudgetMax = 1024, kDepthMax = 20, kSelectPaths = 1024;
+constexpr int64_t kBudgetMax = 1024, kDepthMax = 20, kSelectPaths = 1024, kSampleBlocks = 8;
 constexpr int64_t kSharedPortable = 101376;  // bytes a block on sm_120
 
 bool is_tiled(int64_t kv_rank, int64_t width) { return kv_rank == tiled_f32::RANK && width == tiled_f32::WIDTH; }
@@ -386,13 +386,14 @@ void Device::tree_attention(const Attention& a, float* workspace) {
   const auto [splits, each] = key_splits(query_rows, a.keys, processors_);
   float* part_out = splits > 1 ? workspace : nullptr;
   float* part_stat = splits > 1 ? workspace + splits * query_rows * a.kv_rank : nullptr;
-  const auto run = [&, splits = splits, each = each](const char* name, auto* kernel, int64_t shared_bytes) {
-    launch(name, kernel, Grid{parts(query_rows, kSplitRows), splits}, 256u, shared_bytes, stream_, a.query, a.cache, a.pages.table, a.pages.size, a.bits,
+  const auto run = [&, splits = splits, each = each](const char* name, auto* kernel, unsigned threads, int64_t shared_bytes) {
+    launch(name, kernel, Grid{parts(query_rows, kSplitRows), splits}, threads, shared_bytes, stream_, a.query, a.cache, a.pages.table, a.pages.size, a.bits,
            narrow(a.words), a.seen, narrow(a.heads), narrow(query_rows), narrow(a.prefix_len), narrow(a.keys), narrow(each), a.scale, a.out, part_out, part_stat,
            a.prefix_at);
   };
-  if (shared_bytes_of_a_block() >= split_tile::Layout<32>::BYTES) run("tree_attention_split32_f32", tree_attention_split32_f32, split_tile::Layout<32>::BYTES);
-  else run("tree_attention_split16_f32", tree_attention_split16_f32, split_tile::Layout<16>::BYTES);
+  using split_tile::Large, split_tile::Small;
+  if (shared_bytes_of_a_block() >= Large::BYTES) run("tree_attention_split32_f32", tree_attention_split32_f32, Large::THREADS, Large::BYTES);
+  else run("tree_attention_split16_f32", tree_attention_split16_f32, Small::THREADS, Small::BYTES);
   if (splits > 1)
     LAUNCH(tree_attention_merge_f32, {query_rows}, 128, 0, part_out, part_stat, narrow(splits), narrow(query_rows), narrow(a.kv_rank), a.out);
 }
@@ -414,7 +415,7 @@ int64_t Device::sample_workspace(int64_t rows, int64_t vocab) { return rows * pa
 void Device::sample(const float* logits, const Draws& draws, const DrawnTree& tree, int32_t* ids, int32_t* status, void* workspace, int64_t rows, int64_t vocab) {
   static_assert(sizeof(DrawRule) == sizeof(sampling::Rule), "the rule of sampling.cuh");
   if (rows == 0) return;
-  const int64_t blocks = parts(vocab, sampling::CHUNK);
+  const int64_t chunks = parts(vocab, sampling::CHUNK), each = parts(chunks * rows, kSampleBlocks * processors_), blocks = parts(chunks, each);
   LAUNCH(sample_race, (Grid{blocks, rows}), sampling::RACE_THREADS, 0, logits, draws.rule, draws.bias_tokens, draws.biases, draws.history, draws.streams,
          tree.tokens, tree.parents, tree.count, narrow(tree.nodes), narrow(tree.stride), narrow(vocab), workspace);
   LAUNCH(sample_finish, {rows}, sampling::THREADS, static_cast<int64_t>(sizeof(sampling::Scratch)), logits, draws.rule, draws.bias_tokens, draws.biases,

@@ -101,6 +101,12 @@ void Device::tree_attention(const NarrowAttention& a, float* workspace) {
            narrow(a.words), a.seen, narrow(a.heads), narrow(query_rows), narrow(a.prefix_len), narrow(a.keys), narrow(each), a.scale, a.out, part_out, part_stat,
            a.prefix_at);
   };
+#if defined(PARITREE_SM90A)
+  if (splits == 2) {
+    run("tree_attention_wgmma_pair_bf16", tree_attention_wgmma_pair_bf16, wgmma_tile::BYTES);  // joins them itself
+    return;
+  }
+#endif
 #if defined(PARITREE_EMULATOR) || defined(PARITREE_SM90A)
   run("tree_attention_wgmma_bf16", tree_attention_wgmma_bf16, wgmma_tile::BYTES);
 #else
