@@ -98,6 +98,8 @@ def rows_without_nodes(case: SessionCase) -> Iterator[SessionCase]:
     that hang on the size of a batch, or on the length of a sequence, need no tree."""
     for number, trees in enumerate(case.rounds):
         for order, tree in enumerate(trees[: len(case.prompts)]):
+            if tree and "late" in case.hazards and number == 0 and order < len(case.prompts) - 1:
+                yield _joined_late(dataclasses.replace(case, rounds=_with_tree(case.rounds, number, order, ())), number, len(tree))
             if len(tree) < 2:
                 continue
             accepted = (SECOND_ACCEPTED, ONE_ACCEPTED) if any(hit for _, hit in tree) else ()

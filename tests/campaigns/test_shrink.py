@@ -11,8 +11,9 @@ import pytest
 from campaigns.case import Case, GenerateCase, OpCase, SessionCase, TreeCase, to_json
 from campaigns.discover import Diet, Discovery, batch_strategy
 from campaigns.plan import tree_parents
-from campaigns.reduce import candidates, cost, nodes_of, reduced
+from campaigns.reduce import candidates, canonical, cost, nodes_of, reduced
 from campaigns.shrink import shrunk
+from campaigns.starts import SHAPES, possible, starts
 from campaigns.strategies import OP_SHAPES
 from campaigns.trial import Outcome
 
@@ -245,3 +246,83 @@ def test_a_flaky_predicate_does_not_break_shrinking() -> None:
     source = random.Random(1)
     smallest, _ = reduced(BIG, lambda case: deep_and_forked(case) and source.random() < 0.6)
     assert deep_and_forked(smallest)
+
+
+# Small cases to start from, and recipes that are the same
+
+
+def tree_batches(case: Case) -> list[int]:
+    """Rows of each batch that holds a tree row, the prompt of a late sequence included."""
+    assert isinstance(case, SessionCase)
+    out = []
+    for number, trees in enumerate(case.rounds):
+        rows = [len(trees[order]) + 1 if order < len(trees) else 1 for order in range(len(case.prompts))]
+        if number == 0 and "late" in case.hazards and len(rows) > 1:
+            rows[-1] = case.prompts[-1][0]
+        if max(rows) > 1:
+            out.append(sum(rows))
+    return out
+
+
+@pytest.mark.parametrize("rows", [5, 17, 30])
+def test_a_batch_of_many_rows_needs_no_node(rows: int) -> None:
+    """As in a product whose rows wrap at 16: the rows may be those of a prompt that joins late."""
+    large = SessionCase("small", (("layers", 3),), 2, "cold-router", ((9, 31), (7, 4)), ((((0, 0),) * 20, ((0, 1),) * 9),), 3, False)
+    smallest, checks = reduced(large, lambda case: any(count >= rows for count in tree_batches(case)), rung="tree verify")
+    assert nodes_of(smallest) == 0
+    assert checks <= 80
+
+
+def test_a_batch_as_large_as_the_one_before_comes_from_a_chunk() -> None:
+    """As with a mask that is kept for each size: the first batch of the size is a chunk of the prompt, a chain."""
+    large = SessionCase("tiny", (), 0, "ordinary", ((2, 0),), ((((0, 0),) * 3,), (((0, 1), (0, 0), (2, 0)),)))
+
+    def fails(case: Case) -> bool:
+        assert isinstance(case, SessionCase)
+        (length, _), *_ = case.prompts
+        chunk = case.chunk or length
+        seen = [tuple(range(-1, min(chunk, length - start) - 1)) for start in range(0, length, chunk)][1:]
+        for trees in case.rounds:
+            made = tuple(tree_parents(trees[0] if trees else ()))
+            if any(len(one) == len(made) and one != made for one in seen):
+                return True
+            seen.append(made)
+        return False
+
+    smallest, _ = reduced(large, fails, rung="tree verify")
+    assert nodes_of(smallest) == 2
+
+
+@pytest.mark.parametrize("rung", [*SHAPES, "whole loop"])
+def test_starts_are_possible_on_their_rung_and_keep_what_the_case_is_made_under(rung: str) -> None:
+    made = list(starts(BIG, rung))
+    assert made
+    for case in made:
+        assert possible(case, rung)
+        assert (case.preset, case.overrides, case.weights_seed, case.regime) == (BIG.preset, BIG.overrides, BIG.weights_seed, BIG.regime)
+        assert set(BIG.hazards) <= set(case.hazards)
+        assert nodes_of(case) <= 3
+    assert list(starts(TreeCase(5, 3, 9, 4, 2, 0, 80, 0, 5), rung)) == []
+
+
+def test_what_cannot_fail_on_a_rung_costs_no_check() -> None:
+    asked: list[Case] = []
+    reduced(BIG, lambda case: bool(asked.append(case)), rung="tree verify", checks_max=60)
+    assert asked
+    assert all(possible(case, "tree verify") for case in asked)
+    assert not possible(SessionCase("tiny", (), 0, "ordinary", ((3, 0),), (((),),)), "tree verify")
+
+
+def test_recipes_of_the_same_inputs_are_one_check() -> None:
+    one, other = (OpCase("tree_mask", (("M", 2),), (("prefix_len", 0),), regime, seed) for regime, seed in (("ties", 0), ("lattice", 7)))
+    assert canonical(one) == canonical(other)  # there is one tree of two nodes
+    assert canonical(one) != canonical(OpCase("tree_mask", (("M", 2),), (("prefix_len", 1),), "ties", 0))
+    assert canonical(one) != canonical(OpCase("tree_mask", (("M", 2),), (("prefix_len", 0),), "refused", 0))
+    plain = SessionCase("tiny", (), 0, "ordinary", ((3, 0),), ((((0, 0), (1, 0)),),))
+    same = SessionCase("tiny", (), 0, "ordinary", ((3, 0),), ((((0, 0), (9, 0)), ((0, 1),)),), chunk=7, mixed=False)
+    assert canonical(plain) == canonical(same)
+    assert canonical(plain) != canonical(SessionCase("tiny", (), 0, "ordinary", ((3, 0),), ((((0, 0), (1, 1)),),)))
+
+
+def test_a_case_that_cannot_be_materialised_is_none() -> None:
+    assert canonical(OpCase("compact", (("C", 1), ("J", 2), ("S", 3)), (("prefix_len", 2),), "lattice", 0)) is None
