@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oracles import diagnosis
-from oracles.ball import Arithmetic, Ball, Wide, arithmetic
+from oracles.ball import Arithmetic, Ball, Wide, arithmetic, zeros_if_none
 from oracles.cached import judge_cache
 from oracles.compare import LARGE, TIGHT, Equal, Near, judge_equal, near_judgement, shares
 from oracles.history import Batch, History
 from oracles.judgement import FINDINGS, Judgement, Verdict
-from oracles.ops import add, argmax, route
+from oracles.ops import add, argmax, o_latent, route
 from oracles.stacks import OVER_KEYS, Stack, Stacks
 from oracles.suspicion import suspect
 from oracles.walk import Ids, JudgeModel, inputs_of, walk
@@ -192,14 +192,18 @@ class Walked:
         if not missing or rad is None:
             return None
         rad = np.broadcast_to(rad, near.ball.mid.shape)
+        fused = self._fused(name, layer)
+        if (
+            fused
+        ):  # one operation, tree_attention: what its last product may lose by itself is local, as in any product; the rest is composed
+            rad = np.maximum(rad - self._of_last_product(), 0.0)
         if near.where is not None:
             rad = np.where(near.where, rad, 0.0)
         flat = near.ball.mid.reshape(len(rad), -1)
         with np.errstate(invalid="ignore", over="ignore"):
             size = np.sqrt(np.mean(np.square(flat), 1))
             share = rad.reshape(len(rad), -1).max(1, initial=0.0)
-            # fused attention from inputs that were all given is one operation (tree_attention), not a chain of them
-            loose = ~(share <= (LARGE if self._fused(name, layer) else TIGHT) * size)
+            loose = ~(share <= (LARGE if fused else TIGHT) * size)
             large: NDArray[np.bool_] = ~(share <= LARGE * size)
         self.proven[self.history.wanted[loose] if name == "logits" else loose] = False
         return large
@@ -209,6 +213,12 @@ class Walked:
         if name != "o_latent" or self.has("probs", layer) or not self.has("latent", layer):
             return False
         return self.has("scores", layer) or all(self.has(one, layer) for one in ("q_absorb", "q_rope", "k_rope"))
+
+    def _of_last_product(self) -> Any:
+        """The radius of o_latent if the probabilities were as predicted."""
+        terms = self.history.visible.sum(-1)[:, None, None]
+        weights = Ball(self._seen["probs"].mid)
+        return zeros_if_none(o_latent.bound(weights, self._seen["latent"], terms, self.arithmetic.at("o_latent")).rad)
 
     def _unverified(self, judgement: Judgement, name: str, layer: int, count: int, rows: int) -> Judgement:
         region = self._region(name, layer)

@@ -100,6 +100,15 @@ def test_every_switch_is_honoured_and_verified(name: str, precision: str, overri
 
 
 @pytest.mark.parametrize("name", DEVICES)
+def test_a_long_prompt_through_the_tiled_forms_is_verified(name: str, precision: str) -> None:
+    """Attention averages over 70 keys: its rows are small beside the products that they sum."""
+    sizes = (("kv_rank", 512), ("rope_dim", 64), ("heads", 2))
+    case = SessionCase("tiny", sizes, 1, "ordinary", ((70, 3), (2, 4)), ((((0, 1), (1, 0)), ()),))
+    verdicts = {judgement.verdict for judgement in Bench(InProcess(engine_on(name))).outcome(case).judgements}
+    assert verdicts <= {Verdict.EXACT, Verdict.WITHIN_BOUND, Verdict.TIE}
+
+
+@pytest.mark.parametrize("name", DEVICES)
 def test_the_declared_arithmetic_passes_its_audit(name: str, precision: str) -> None:
     engine = engine_on(name)
     outcomes = Bench(InProcess(engine)).outcomes(audit_cases(engine.describe()))

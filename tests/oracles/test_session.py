@@ -99,6 +99,17 @@ def test_fused_attention_from_given_inputs_is_one_operation_that_carries_a_proof
     assert (Verdict.UNVERIFIED not in verdicts_of) is proven
 
 
+@pytest.mark.parametrize(
+    ("op", "field", "value", "proven"), [("o_latent", "u_input", 2.0**-3, True), ("scores", "u_output", 2.0**-2, False)]
+)
+def test_of_fused_attention_only_what_is_composed_can_leave_it_open(op: str, field: str, value: float, proven: bool) -> None:
+    """An eighth lost in the last product is what the profile says of that product; a quarter lost in each score says nothing of the weights."""
+    script, trace = run(BlockedEngine(hidden_taps=frozenset({"scores", "probs"}), profile=Profile(per_op=((op, field, value),))))
+    judgements = [j for j in judge_of().judge(script, trace) if j.tap == "o_latent"]
+    assert judgements and not findings(judgements)
+    assert all((j.verdict is Verdict.WITHIN_BOUND) is proven for j in judgements)
+
+
 def test_a_region_too_long_for_its_bound_is_unverified_and_never_passed() -> None:
     judgements = verdicts(hidden=ALL - {"logits", "embed"})
     of_logits = [j for j in judgements if j.tap == "logits" and j.op == "matmul"]
