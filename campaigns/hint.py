@@ -43,9 +43,7 @@ Evidence = Mapping[Place, Array]  # in data order
 
 FITS = 2.0**-4  # of the deviation: other orders of summation are far below, what merely goes the same way far above
 CLEAR = 4.0  # the best plant elsewhere must be this many times worse
-ALIKE = (
-    0.6  # leaves less than this: not the same defect, but one of the same kind; of the library's own, none in another place came so near
-)
+ALIKE = 0.72  # half of the squares: not the same defect, but one of the same kind; of the library's own, none in another place came so near
 ALIKE_CLEAR = 1.25
 ASKED_AGAIN = {
     "session": 16,
@@ -56,6 +54,7 @@ WORTH_ASKING = 0.75  # of those that leave less than this
 DIFFERENT = 2.0**-18  # relative: float32 engines differ by less in any tap of a small model, defects that are found by more
 FAR = 4.0  # a deviation counts up to this many times the array's size: one wild element is no better evidence than one wrong row
 TELLING = 6  # numbers that deviate: fewer are a multiple of anything
+MULTIPLE = 32.0  # a larger constant makes a defect of rounding errors
 LEFT_OUT = frozenset("ji")  # crashes, hangs and races are not run beside us
 FAILED = "failed"
 FAILURES = ("unsupported", "raised", "malformed", "flaky", "crashed", "hung")
@@ -171,7 +170,8 @@ def fitted(bench: Bench, case: Case, found: Judgement, plants: Sequence[Plant]) 
     for plant in plants:
         planted = _evidence_of(plant, case)
         if planted is not None:
-            first.append(Fit(plant, (share(engine, planted, honest, at),)))
+            own = share(engine, planted, honest, at)
+            first.append(Fit(plant, () if own is None else (own,)))
     first.sort(key=lambda fit: (fit.first, fit.residual))
     close = [fit for fit in first[: ASKED_AGAIN[kind_of(case)]] if fit.first <= WORTH_ASKING]
     if not close:
@@ -186,7 +186,8 @@ def fitted(bench: Bench, case: Case, found: Judgement, plants: Sequence[Plant]) 
         at = None if judged is None else _guilty(engine, honest, judged)
         for fit in close:
             planted = _evidence_of(fit.plant, other)
-            again[fit.plant.name].append(Share(1.0, 1.0, False) if planted is None else share(engine, planted, honest, at))
+            left = Share(1.0, 1.0, False) if planted is None else share(engine, planted, honest, at)
+            again[fit.plant.name] += [] if left is None else [left]
     asked = [Fit(fit.plant, tuple(again[fit.plant.name])) for fit in close]
     rest = [fit for fit in first if fit.plant.name not in again]
     return [*sorted(asked, key=lambda fit: fit.residual), *rest]
@@ -303,12 +304,13 @@ def first_difference(one: Evidence, honest: Evidence) -> Place | None:
     return next((place for place in honest if place not in one), None)
 
 
-def share(engine: Evidence, planted: Evidence, honest: Evidence, at: Place | None) -> Share:
-    """The plant's distance to the engine in the array `at` and in all before it, over the engine's own deviation in `at`. `at` None: the engine is right
-    here, and a plant is right as well (0) or not (1)."""
+def share(engine: Evidence, planted: Evidence, honest: Evidence, at: Place | None) -> Share | None:
+    """The plant's distance to the engine in the array `at` and in all before it, over the engine's own deviation in `at`. `at` None: the judge finds
+    nothing here, which says something of a plant that goes wrong where the engine does not, and nothing (None) of any other."""
     if at is None:
-        wrong = float(first_difference(planted, honest) is not None)
-        return Share(wrong, wrong, False)
+        place = first_difference(planted, honest)
+        right = place is not None and _between(engine, honest, honest, place) <= DIFFERENT
+        return Share(1.0, 1.0, False) if right else None
     own = _between(engine, honest, honest, at)
     before = 0.0
     for place in engine:
@@ -336,6 +338,8 @@ def _multiple(engine: Evidence, planted: Evidence, honest: Evidence, at: Place) 
     if not (np.isfinite(target) & np.isfinite(along)).all() or not along.any():
         return 1.0, plain, False
     factor = float(np.vdot(along, target) / np.vdot(along, along))
+    if abs(factor) > MULTIPLE:
+        return 1.0, plain, False
     return factor, deviation(target, factor * along, right, np.inf), bool(np.count_nonzero(target) >= TELLING)
 
 

@@ -111,18 +111,30 @@ def test_a_plant_that_deviates_before_the_guilty_array_pays_for_it() -> None:
     upstream = {(0, "a", 0): x * 3, (0, "b", 0): x * 3}
     at = (0, "b", 0)
     found = share(engine, same, honest, at)
+    assert found is not None
     assert found.telling
     assert found.plain == pytest.approx(1)
     assert found.multiple == pytest.approx(0, abs=1e-7)
-    assert share(engine, upstream, honest, at).multiple == 1.0
+    before = share(engine, upstream, honest, at)
+    assert before is not None
+    assert before.multiple == 1.0
     assert share(engine, {(0, "a", 0): x}, honest, at) == Share(1.0, 1.0, False)  # it gives no such array
 
 
-def test_where_the_engine_is_right_a_plant_must_be_right() -> None:
+def test_where_the_judge_finds_nothing_a_plant_must_not_be_wrong_alone() -> None:
     x = np.ones(4, np.float32)
     honest = {(0, "a", 0): x}
-    assert share(honest, honest, honest, None) == Share(0.0, 0.0, False)
+    assert share(honest, honest, honest, None) is None
     assert share(honest, {(0, "a", 0): x * 2}, honest, None) == Share(1.0, 1.0, False)
+    assert share({(0, "a", 0): x * 3}, {(0, "a", 0): x * 2}, honest, None) is None  # both differ from ours, by what the judge allows
+
+
+def test_a_defect_is_no_multiple_of_rounding_errors() -> None:
+    x = np.linspace(1, 2, 8, dtype=np.float32)
+    honest, engine, rounded = ({(0, "a", 0): x * np.float32(factor)} for factor in (1, 2, 1 + 2**-10))
+    found = share(engine, rounded, honest, (0, "a", 0))
+    assert found is not None
+    assert found.multiple == found.plain > 0.99
 
 
 def test_deviations_of_numbers_integers_and_what_is_neither() -> None:
