@@ -122,7 +122,7 @@ def hint(bench: Bench, case: Case, plants: Sequence[Plant]) -> Hint:
         return told(fits)
     placed = [plant for plant, _ in FAMILY.values() if {found.op, found.rule} & set(plant.expected_ops)]
     anywhere = fitted(bench, case, found, placed or [plant for plant, _ in FAMILY.values()])
-    return told(anywhere if not fits or (anywhere and anywhere[0].residual <= FITS) else fits)
+    return told(sorted([*fits, *anywhere], key=lambda fit: fit.residual))
 
 
 def told(fits: Sequence[Fit]) -> Hint:
