@@ -44,6 +44,7 @@ Evidence = Mapping[Place, Array]  # in data order
 FITS = 2.0**-4  # of the deviation: other orders of summation are far below, what merely goes the same way far above
 CLEAR = 4.0  # the best plant elsewhere must be this many times worse
 ALIKE = 0.72  # half of the squares: not the same defect, but one of the same kind; of the library's own, none in another place came so near
+ALIKE_TIMES = 0.5  # the same where it took a constant: some multiple of anything leaves less than all
 ALIKE_CLEAR = 1.25
 ASKED_AGAIN = {
     "session": 16,
@@ -90,9 +91,14 @@ class Fit:
     shares: tuple[Share, ...]
 
     @property
+    def times(self) -> bool:
+        """A constant counts: two cases have enough numbers to tell it."""
+        return sum(one.telling for one in self.shares) >= 2
+
+    @property
     def residual(self) -> float:
         """Over all cases; where two can tell a constant, times a constant, over those in which it is none by chance."""
-        if sum(one.telling for one in self.shares) >= 2:
+        if self.times:
             left = [min(one.plain, one.multiple) for one in self.shares if one.telling or one.plain == one.multiple]
         else:
             left = [one.plain for one in self.shares]
@@ -131,7 +137,7 @@ def told(fits: Sequence[Fit]) -> Hint:
         return Hint("", 1.0, (), "unknown: nothing was tried")
     best = fits[0]
     left = f"leaves {best.residual:.2g} of the deviation"
-    if best.residual > ALIKE:
+    if best.residual > (ALIKE_TIMES if best.times else ALIKE):
         return Hint("", best.residual, (), f"unknown; nearest is {best.plant.name}, which {left}")
     same = best.residual <= FITS
     limit = max(best.residual * CLEAR, FITS) if same else best.residual * ALIKE_CLEAR
