@@ -26,7 +26,7 @@ from campaigns.battery import compared
 from campaigns.case import Case
 from campaigns.discover import Discovery, diet_of
 from campaigns.isolation.inprocess import InProcess
-from campaigns.mutation import benign_trials, campaign, done
+from campaigns.mutation import NO_BLIND_ANSWER, benign_trials, campaign, done
 from campaigns.runner import Options
 from campaigns.trial import Bench, Outcome
 from impls.planted import Plant
@@ -143,6 +143,12 @@ def totals_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def answering(blind: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """What was found of the plants that change an answer of some session; beside the score over all of them, never instead of it."""
+    rest = [record for record in blind if record["mutant"] not in NO_BLIND_ANSWER]
+    return {"plants": len(rest), "found": sum(record["found"] for record in rest)}
+
+
 def summarised(results: Path) -> int:
     """The table per class, of both modes; also written beside the results, and that of the kept results into docs/judge.md."""
     records = list(done(results).values())
@@ -153,6 +159,7 @@ def summarised(results: Path) -> int:
         "command": "python -m benchmarks.mutation; python -m benchmarks.mutation --blind; python -m benchmarks.mutation --summary",
         "targets": TARGETS,
         **{mode: totals_of(rows) for mode, rows in modes.items() if rows},
+        "blind, of plants that change an answer": answering(modes["blind"]),
         "fixed_rules_notice": {rule: noticed([r for r in modes["taps"] if r["found"]], rule) for rule in NAMES},
     }
     results.with_suffix(".json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")

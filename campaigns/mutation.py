@@ -34,6 +34,19 @@ SAMPLE_SHOW_S = 3.0  # of what is left for a plant, to show it again in a fresh 
 SAMPLE_REPRO_LEAST_S = 5.0  # for repro.py where the time of a sample is over: NumPy and the engine take one on an idle core
 HANG_S = 5.0  # of repro.py, for plants that hang
 
+_EMPTY_ROW = "changes rows that see no key, and a row of a session sees at least itself"
+_ALL_GONE = "changes rows of logits that are all -inf, which no finite weights give"
+_OUTPUT = "writes beside, or not all of, the caller's output of a single operation; the arrays of a session are the engine's own"
+_INT4 = "changes int4_matmul, and the weights of a session cross the seam as float32"
+NO_BLIND_ANSWER = {
+    **dict.fromkeys(("Z12", "A18", "A19", "J03", "empty-uniform"), _EMPTY_ROW),
+    **dict.fromkeys(("D15", "J07"), _ALL_GONE),
+    **dict.fromkeys(("F14", "stray-write", "far-tile", "argmax-stray"), _OUTPUT),
+    **dict.fromkeys(("A22", "int4-scale-mantissa"), _INT4),
+    "bfs-numbers": "numbers the nodes of the right tree in another order, on which neither tokens nor accepted lengths depend",
+}
+"""Plants that change no logit, no token and no accepted length of any session, with the reason: misses of a black box like any others."""
+
 
 @dataclass(frozen=True)
 class Score:
