@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from campaigns.case import Case, OpCase, SessionCase
-from campaigns.hint import ALIKE, FITS, Fit, Hint, Share, beside, deviation, hint, library, share, told
+from campaigns.hint import ALIKE_TIMES, FITS, Fit, Hint, Share, beside, deviation, hint, library, share, told
 from campaigns.hint_family import FAMILY
 from campaigns.isolation.inprocess import InProcess
 from campaigns.trial import Bench
@@ -53,7 +53,7 @@ def test_where_nothing_fits_nothing_is_named() -> None:
     found = of("blocked:G07", SWIGLU, ("Z33", "tf32-unsaid"))
     assert found.plant == ""
     assert found.text.startswith("unknown; nearest is ")
-    assert found.residual > ALIKE
+    assert found.residual > ALIKE_TIMES
 
 
 def test_an_operation_and_a_general_way_in_it() -> None:
