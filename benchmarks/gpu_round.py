@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from spec.config import Config, Yarn, preset
 from spec.engine import Rows
 from spec.weights import philox, random_weights
 
-REPEATS = 30
+REPEATS, EAGER_REPEATS = 30, 6
 ROWS, PREFIXES = (1, 16, 64), (256, 2048)
 EXPERTS = ("grouped_mm", "batched_mm")  # what transformers has without a loop that asks the host
 # DeepSeek-V3 with its own head dimensions, narrower and shorter; a quarter of the experts chosen, so that 64 rows reach all of them
@@ -143,7 +144,7 @@ class Theirs:
                 out = self.model(tokens, attention_mask=additive, position_ids=positions, past_key_values=cache, use_cache=True)
                 return out.logits[0], out.logits[0].argmax(-1)
 
-            found: dict[str, Any] = {"eager_us": round(timed(torch, call, rewind), 1)}
+            found: dict[str, Any] = {"eager_us": round(timed(torch, call, rewind, EAGER_REPEATS), 1)}
             rewind()
             logits, ids = call()
             best = torch.topk(logits.float(), 2, dim=-1).values
@@ -210,7 +211,9 @@ Log = Callable[[str], None]
 Found = dict[tuple[int, int], tuple[dict[str, Any], Tree]]  # (prefix, rows) -> the row of the report, the tree
 
 
-def measured(path: str, models: Sequence[str], precisions: Sequence[str], log: Log, *, profile: bool = False) -> list[dict[str, Any]]:
+def measured(
+    path: str, models: Sequence[str], precisions: Sequence[str], log: Log, *, profile: bool = False, output: Path | None = None
+) -> list[dict[str, Any]]:
     """One row for each model, precision, prefix and number of tree rows."""
     table: list[dict[str, Any]] = []
     for model in models:
@@ -229,6 +232,8 @@ def measured(path: str, models: Sequence[str], precisions: Sequence[str], log: L
                 row["rows_per_second"] = round(1e6 * row["rows"] / row["graph"]["device_us"])
                 log(f"{model} {precision} prefix {row['prefix']} rows {row['rows']}: ratio {row['ratio']}")
                 table.append(row)
+            if output is not None:
+                output.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")  # a run that is cut short keeps what it has
     return table
 
 
@@ -297,6 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_round", description=__doc__)
     parser.add_argument("--models", default="small-v3,tiny")
     parser.add_argument("--precisions", default="float32,bf16")
+    parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--profile", action="store_true", help="device time by kernel")
     chosen = parser.parse_args(arguments)
     table = measured(
@@ -305,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen.precisions.split(","),
         lambda text: print(text, flush=True),
         profile=chosen.profile,
+        output=chosen.output,
     )
     print(json.dumps(table, indent=1))
     return 0
