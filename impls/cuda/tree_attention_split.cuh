@@ -7,17 +7,20 @@
 // A float32 is the exact sum of three bfloat16: a = a1 + a2 + a3, a1 = bf16(a), a2 = bf16(a - a1), a3 = a - a1 - a2 (24 bits in three times
 // eight). A product is six of the nine products of parts, each exact, summed in float32 from the small ones to the large one:
 //   a1 b3 + a2 b2 + a3 b1 + a1 b2 + a2 b1 + a1 b1
-// Why this stays within the bound of float32 sums (u = 2^-24, rounding to nearest), although tensor cores cut: an addition there is off by up
-// to 2u of its result.
+// Why this stays within the bound of float32 sums (u = 2^-24, rounding to nearest), although tensor cores cut: of an addition of k terms they keep
+// two bits more than float32 has and cut the rest, so that it is off by 2 u of its result and u / 2 of the largest term for each term that is not
+// zero (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021, with H100 measured since).
 //   parts    |a2| <= 2^-8, |a3| <= 2^-17 of a's power of two: a2 b3 + a3 b2 + a3 b3, left out, are below (1 + 2^-9) u |ab|
-//   scores   each of eight warps sums 72 of the 576 products in 27 or 33 additions that cut, joined by 7 that round: at most
-//            (2 * 30 + 7 + 1) u sum |q||k|, where the bound allows (576 + 2) u whatever the operands are
+//   scores   each of eight warps sums 72 of the 576 products in 30 additions of 17 terms, joined by 7 that round to nearest: at most
+//            (30 * (2 + 17 / 2) + 7 + 1) u = 323 u of sum |q||k|, where the bound allows (576 + 2) u whatever the operands are
 //   values   each 16 keys are summed on their own, smallest parts first, and then added to the output, rounding to nearest. Only the last of
-//            the six additions meets sums of full size, so that n visible keys in b <= n groups give at most
-//            (2 + 1 + b - 1) u sum p|c| plus terms of 2^-8 u. The bound allows n u for this sum and n u for the denominator
+//            the six additions meets sums of full size. n visible keys in g groups, at most k of them in one (g + k <= n + 1), give
+//            (1 + 2 + (k + 1) / 2 + g - 1) u of sum p|c|, the denominator at most (n - 1) u (adding 0 is exact), its inverse and the product 2 u:
+//            together (2 n + 4) u at most. The bound allows 2 n u for these two sums, 3 u for the quotient, and 2 ulp for an exponential (twice) of
+//            which exp2f takes 2^-22.5: (2 n + 5.3) u. One visible key gives its latent exactly
 //   weights  w <= 1 is split like any operand; the denominator sums the unsplit ones
-// Operands whose parts underflow (below 2^-110) lose less than 2^-133 of their value's unit: FLUSH of the bound covers it. The largest
-// finite numbers do not become infinite parts (cvt.satfinite); infinities and NaN give NaN.
+// Parts below 2^-126 may be lost, and all below 2^-133 are: FLUSH of the bound covers them. The largest finite numbers do not become infinite
+// parts (cvt.satfinite); an infinity or NaN that is seen gives NaN.
 #pragma once
 #include "tree_attention_bf16.cuh"
 
