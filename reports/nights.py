@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 
-from reports.cells import AXES, Cell, Crossed, counted, reachable
+from reports.cells import AXES, Cell, Crossed, reachable
 from reports.schema import SEARCH_S
 
 NIGHTS_MAX = 30  # on the page, newest first
@@ -114,11 +115,23 @@ def whole(parts: list[ClassScore]) -> ClassScore:
     )
 
 
+def summed(cells: pa.Table) -> pd.DataFrame:
+    """One row per run, engine and cell. A month of nights on many cores is millions of rows of a few words, so words are numbers until then."""
+    keys = ["run_id", "engine", *AXES]
+    for name in keys:
+        cells = cells.set_column(cells.schema.get_field_index(name), name, cells.column(name).dictionary_encode())
+    frame: pd.DataFrame = cells.select([*keys, "trees"]).to_pandas()
+    sums = frame.groupby(keys, as_index=False, observed=True)["trees"].sum()
+    for name in ("run_id", "engine"):  # these are compared and joined with those of other tables
+        sums[name] = sums[name].astype(str)
+    return sums
+
+
 def crossed(cells: pd.DataFrame) -> Crossed | None:
-    """None where the store has no row of the table `cells`: written before that table, or by campaigns without sessions."""
+    """None where the store has no row of the table `cells`: written before that table, or by campaigns without sessions. `cells`: of `summed`."""
     if cells.empty:
         return None
-    by_engine = {engine: counted(rows) for engine, rows in _by(cells, "engine").items()}
+    by_engine = _by(cells, "engine")
     return Crossed(sum(by_engine.values(), Counter()), {engine: sum(map(reachable, hit)) for engine, hit in by_engine.items()})
 
 
@@ -161,7 +174,7 @@ def nights(
 
 
 def _cells_of(out: dict[str, Night], campaign_of: dict[str, str], cells: pd.DataFrame) -> None:
-    by_run = {run_id: set(counted(rows)) for run_id, rows in _by(cells, "run_id").items()} if len(cells) else {}
+    by_run = {run_id: set(hit) for run_id, hit in _by(cells, "run_id").items()}
     so_far: set[Cell] = set()
     for run_id in [run_id for run_id in by_run if run_id not in campaign_of]:
         so_far |= by_run.pop(run_id)  # other campaigns into the same store have no place in the order of nights: what they hit is not new
@@ -183,11 +196,11 @@ def slowest(trials: pd.DataFrame) -> list[dict[str, Any]]:
     return _records(trials.nlargest(SLOWEST_MAX, "duration_ms")[names])
 
 
-def _by(frame: pd.DataFrame, column: str) -> dict[str, list[dict[str, Any]]]:
-    sums = frame.groupby([column, *AXES], as_index=False)[["trees"]].sum()
-    out: dict[str, list[dict[str, Any]]] = {}
-    for row in _records(sums):
-        out.setdefault(str(row[column]), []).append(row)
+def _by(cells: pd.DataFrame, column: str) -> dict[str, Counter[Cell]]:
+    sums = cells.groupby([column, *AXES], as_index=False, observed=True)["trees"].sum()
+    out: dict[str, Counter[Cell]] = {}
+    for key, trees, *cell in zip(*(sums[name].to_list() for name in (column, "trees", *AXES)), strict=True):
+        out.setdefault(str(key), Counter())[tuple(cell)] = int(trees)
     return out
 
 

@@ -255,7 +255,8 @@ def _place(engine: EngineData) -> str:
 def load(store: Store) -> Page:
     """Everything that a page says of `store`. Raises StoreError only where the store itself cannot be read."""
     history = store.runs()
-    tables = {name: store.arrow(name).to_pandas() for name in ("trials", "judgements", "coverage", "cells", "mutation")}
+    tables = {name: store.arrow(name).to_pandas() for name in ("trials", "judgements", "coverage", "mutation")}
+    tables["cells"] = nights.summed(store.arrow("cells"))
     problems = [f"{table}/{name} was left out: {reason}" for table, files in store.ignored.items() for name, reason in files]
     judge_runs = {run["run_id"] for run in history if run["purpose"] in JUDGE_PURPOSES}
     alarm_runs = {run["run_id"] for run in history if run["purpose"] == "false-alarms"}
