@@ -16,6 +16,7 @@
 #include "sampling.cuh"
 #include "softmax.cuh"
 #include "tree.cuh"
+#include "tree_attention_any.cuh"
 #include "tree_attention_bf16.cuh"
 #include "tree_attention_f32.cuh"
 #include "tree_attention_sm90.cuh"

@@ -2,8 +2,8 @@
 //
 //   moe_group          ids [pairs] (pair = row * chosen + slot) -> starts [experts + 1], order [pairs]: the pairs of each expert, ascending
 //   matmul_grouped_f32 out [pairs, cols]: out[p] = a[p / divisor] @ b[ids[p]], b [experts, inner, cols]; for many rows an expert
-//   matmul_grouped_rows_f32  the same for few rows an expert, where the time is that of reading the weights: up to two products of the
-//                            same rows in one launch (gate and up)
+//   matmul_grouped_rows2_f32, rows8, rows16  the same for few rows an expert, where the time is that of reading the weights: up to two products
+//                      of the same rows in one launch (gate and up). A row's sum does not depend on how many rows a tile has
 //
 // gate and up read the row of a pair (divisor = chosen), down reads the pair's own activation (divisor = 1). Accumulates in float32
 // by FMA in order of `inner`. Experts without rows cost nothing but a look at their count.
@@ -13,7 +13,7 @@
 namespace paritree {
 namespace grouped {
 constexpr int ROWS = 32, COLS = 64, DEPTH = 16, THREADS = 256;
-constexpr int FEW_ROWS = 8, FEW_COLS = 32, WARPS = 8, CHUNK = 256, FLIGHT = 16;  // FLIGHT: weights of a lane on their way at a time
+constexpr int FEW_COLS = 32, WARPS = 8, CHUNK = 256, FLIGHT = 16;  // FLIGHT: weights of a lane on their way at a time
 
 // The expert of a tile of `size` rows, and the place of the tile among its own; expert == experts: there are fewer tiles. By whole warps.
 PARITREE_INLINE void find_tile(const int* starts, int experts, int size, int& tile, int& expert) {
@@ -120,11 +120,12 @@ matmul_grouped_f32(const float* a, int divisor, const float* b, const int* start
                 out[static_cast<long long>(own[tile_row + i]) * cols + first_col + tile_col + j] = sums[i][j];
 }
 
-// grid (ceil(cols / 32), number of row tiles: at most pairs / 8 + experts, 1 or 2), block 256. A lane owns a column; the warps share the depth,
+namespace paritree {
+// grid (ceil(cols / 32), number of row tiles: at most pairs / FEW_ROWS + experts, 1 or 2), block 256. A lane owns a column; the warps share the depth,
 // every warp 32 of CHUNK, and are joined in order at the end.
-extern "C" __global__ void __launch_bounds__(256)
-matmul_grouped_rows_f32(const float* a, int divisor, const float* b, const float* second_b, const int* starts, const int* order, float* out,
-                        float* second_out, int experts, int cols, int inner) {
+template <int FEW_ROWS>
+PARITREE_INLINE void matmul_grouped_rows(const float* a, int divisor, const float* b, const float* second_b, const int* starts, const int* order, float* out,
+                                         float* second_out, int experts, int cols, int inner) {
     using namespace paritree::grouped;
     __shared__ __align__(16) float a_tile[FEW_ROWS][CHUNK];
     __shared__ float partial[WARPS][FEW_ROWS][FEW_COLS];
@@ -168,10 +169,27 @@ matmul_grouped_rows_f32(const float* a, int divisor, const float* b, const float
 #pragma unroll
     for (int m = 0; m < FEW_ROWS; ++m) partial[warp][m][lane] = sums[m];
     __syncthreads();
-    if (warp < rows && column < cols) {  // warp w joins row w
+    for (int m = warp; m < rows && column < cols; m += WARPS) {  // warp w joins rows w, w + 8
         float sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += partial[w][warp][lane];
-        (blockIdx.z ? second_out : out)[static_cast<long long>(own[warp]) * cols + column] = sum;
+        for (int w = 0; w < WARPS; ++w) sum += partial[w][m][lane];
+        (blockIdx.z ? second_out : out)[static_cast<long long>(own[m]) * cols + column] = sum;
     }
+}
+}  // namespace paritree
+
+extern "C" __global__ void __launch_bounds__(256)
+matmul_grouped_rows2_f32(const float* a, int divisor, const float* b, const float* second_b, const int* starts, const int* order, float* out,
+                         float* second_out, int experts, int cols, int inner) {
+    paritree::matmul_grouped_rows<2>(a, divisor, b, second_b, starts, order, out, second_out, experts, cols, inner);
+}
+extern "C" __global__ void __launch_bounds__(256)
+matmul_grouped_rows8_f32(const float* a, int divisor, const float* b, const float* second_b, const int* starts, const int* order, float* out,
+                         float* second_out, int experts, int cols, int inner) {
+    paritree::matmul_grouped_rows<8>(a, divisor, b, second_b, starts, order, out, second_out, experts, cols, inner);
+}
+extern "C" __global__ void __launch_bounds__(256)
+matmul_grouped_rows16_f32(const float* a, int divisor, const float* b, const float* second_b, const int* starts, const int* order, float* out,
+                          float* second_out, int experts, int cols, int inner) {
+    paritree::matmul_grouped_rows<16>(a, divisor, b, second_b, starts, order, out, second_out, experts, cols, inner);
 }

@@ -25,6 +25,7 @@ constexpr int64_t kWorkspaceMax = int64_t{64} << 20;  // bytes, of one attention
 constexpr int64_t kTiledRows = 64, kSplitRows = split_tile::ROWS, kTiledKeys = 32;
 constexpr int kFewRows = 8, kGroupedRows = 32, kArgmaxSplits = 64;
 constexpr int64_t kBudgetMax = 1024, kDepthMax = 20, kSelectPaths = 1024, kSampleBlocks = 8;
+constexpr int64_t kAnyBlocks = 4;  // a multiprocessor
 constexpr int64_t kSharedPortable = 101376;  // bytes a block on sm_120
 
 bool is_tiled(int64_t kv_rank, int64_t width) { return kv_rank == tiled_f32::RANK && width == tiled_f32::WIDTH; }
@@ -342,9 +343,14 @@ void Device::matmul_grouped(const float* a, int64_t divisor, const float* b, con
                                  float* out, float* second_out, int64_t pairs, int64_t experts, int64_t cols, int64_t inner) {
   if (pairs == 0) return;
   if (pairs <= kGroupedRows * experts) {  // the weights of an expert are read for a few rows each time: as often as from the tiles at most
-    const int64_t tiles = std::min(pairs, experts) + pairs / kFewRows;
-    LAUNCH(matmul_grouped_rows_f32, (Grid{parts(cols, 32), tiles, second_b != nullptr ? 2 : 1}), 256, 0, a, narrow(divisor), b, second_b, starts, order, out,
-           second_out, narrow(experts), narrow(cols), narrow(inner));
+    const auto run = [&](const char* name, auto* kernel, int64_t rows) {
+      const int64_t tiles = std::min(pairs, experts) + pairs / rows;
+      launch(name, kernel, Grid{parts(cols, 32), tiles, second_b != nullptr ? 2 : 1}, 256u, 0, stream_, a, narrow(divisor), b, second_b, starts, order, out,
+             second_out, narrow(experts), narrow(cols), narrow(inner));
+    };
+    if (pairs <= experts) run("matmul_grouped_rows2_f32", matmul_grouped_rows2_f32, 2);
+    else if (pairs <= 8 * experts) run("matmul_grouped_rows8_f32", matmul_grouped_rows8_f32, 8);
+    else run("matmul_grouped_rows16_f32", matmul_grouped_rows16_f32, 16);
     return;
   }
   const int64_t tiles = std::min(pairs, experts) + pairs / kGroupedRows;
@@ -367,19 +373,41 @@ std::pair<int64_t, int64_t> key_splits(int64_t query_rows, int64_t keys, int pro
   const int64_t each = round_up(parts(keys, splits), kTiledKeys);
   return {std::max<int64_t>(1, parts(keys, each)), each};
 }
+
+// The same for sizes that have no tiled form: 128 keys a part or more, up to some blocks for each multiprocessor.
+std::pair<int64_t, int64_t> any_splits(int64_t query_rows, int64_t kv_rank, int64_t keys, int processors) {
+  const int64_t wanted = std::max<int64_t>(1, kAnyBlocks * processors / query_rows), room = std::max<int64_t>(1, kWorkspaceMax / (4 * query_rows * (kv_rank + 2)));
+  const int64_t each = round_up(parts(keys, std::min(wanted, room)), any_size::THREADS);
+  return {std::max<int64_t>(1, parts(keys, each)), each};
+}
+
+template <class Kernel, class Call>
+void launch_any(const char* name, Kernel* kernel, const Call& a, float* workspace, int processors, void* stream) {
+  const int64_t query_rows = a.rows * a.heads;
+  const auto [splits, each] = any_splits(query_rows, a.kv_rank, a.keys, processors);
+  float* part_out = splits > 1 ? workspace : nullptr;
+  float* part_stat = splits > 1 ? workspace + splits * query_rows * a.kv_rank : nullptr;
+  int64_t columns = 1;
+  while (columns < a.kv_rank && columns < any_size::THREADS) columns *= 2;
+  const int64_t floats = 3 * any_size::THREADS + a.width + 4 + any_size::THREADS / columns * a.kv_rank;
+  launch(name, kernel, Grid{query_rows, splits}, any_size::THREADS, 4 * floats, stream, a.query, a.cache, a.pages.table, a.pages.size, a.bits, narrow(a.words),
+         narrow(a.heads), narrow(a.kv_rank), narrow(a.width), narrow(a.prefix_len), narrow(a.keys), narrow(each), a.scale, a.out, part_out, part_stat, a.prefix_at);
+  if (splits > 1)
+    launch("tree_attention_any_merge", tree_attention_any_merge, Grid{query_rows}, 128u, 0, stream, part_out, part_stat, narrow(splits), narrow(query_rows),
+           narrow(a.kv_rank), a.out);
+}
 }  // namespace
 
 int64_t Device::attention_workspace(int64_t rows, int64_t heads, int64_t kv_rank, int64_t width, int64_t keys) const {
-  if (!is_tiled(kv_rank, width)) return 0;
-  const int64_t splits = key_splits(rows * heads, keys, processors_).first;
+  if (rows == 0) return 0;
+  const int64_t splits = (is_tiled(kv_rank, width) ? key_splits(rows * heads, keys, processors_) : any_splits(rows * heads, kv_rank, keys, processors_)).first;
   return splits > 1 ? splits * rows * heads * (kv_rank + 2) : 0;
 }
 
 void Device::tree_attention(const Attention& a, float* workspace) {
   if (a.rows == 0) return;
   if (!is_tiled(a.kv_rank, a.width)) {
-    LAUNCH(tree_attention_plain_f32, (Grid{a.rows * a.heads}), 128, 4 * (a.width + 132), a.query, a.cache, a.pages.table, a.pages.size, a.bits, narrow(a.words),
-           narrow(a.heads), narrow(a.kv_rank), narrow(a.width), narrow(a.prefix_len), narrow(a.keys), a.scale, a.out, a.prefix_at);
+    launch_any("tree_attention_any_f32", tree_attention_any_f32, a, workspace, processors_, stream_);
     return;
   }
   const int64_t query_rows = a.rows * a.heads;

@@ -80,16 +80,15 @@ void Device::window_mask(const uint32_t* tree_bits, int64_t tree_words, const in
 // ---- attention on bfloat16 operands ------------------------------------------------------------------------------------
 
 int64_t Device::narrow_attention_workspace(int64_t rows, int64_t heads, int64_t kv_rank, int64_t width, int64_t keys) const {
-  if (!is_tiled(kv_rank, width) || rows == 0) return 0;
-  const int64_t splits = narrow_splits(rows * heads, keys, processors_).first;
+  if (rows == 0) return 0;
+  const int64_t splits = (is_tiled(kv_rank, width) ? narrow_splits(rows * heads, keys, processors_) : any_splits(rows * heads, kv_rank, keys, processors_)).first;
   return splits > 1 ? splits * rows * heads * (kv_rank + 2) : 0;
 }
 
 void Device::tree_attention(const NarrowAttention& a, float* workspace) {
   if (a.rows == 0) return;
   if (!is_tiled(a.kv_rank, a.width)) {
-    LAUNCH(tree_attention_plain_bf16, (Grid{a.rows * a.heads}), 128, 4 * (a.width + 132), a.query, a.cache, a.pages.table, a.pages.size, a.bits, narrow(a.words),
-           narrow(a.heads), narrow(a.kv_rank), narrow(a.width), narrow(a.prefix_len), narrow(a.keys), a.scale, a.out, a.prefix_at);
+    launch_any("tree_attention_any_bf16", tree_attention_any_bf16, a, workspace, processors_, stream_);
     return;
   }
   const int64_t query_rows = a.rows * a.heads;
