@@ -121,7 +121,7 @@ def summed(cells: pa.Table) -> pd.DataFrame:
     for name in keys:
         cells = cells.set_column(cells.schema.get_field_index(name), name, cells.column(name).dictionary_encode())
     frame: pd.DataFrame = cells.select([*keys, "trees"]).to_pandas()
-    sums = frame.groupby(keys, as_index=False, observed=True)["trees"].sum()
+    sums = frame.groupby(keys, as_index=False, observed=True)[["trees"]].sum()
     for name in ("run_id", "engine"):  # these are compared and joined with those of other tables
         sums[name] = sums[name].astype(str)
     return sums
