@@ -3,6 +3,7 @@
     golden, blocked, native        ours
     blocked:Z08, native:mask-tile  ours with a plant or a benign variant
     cuda, cuda:bf16, cuda:emulated our CUDA kernels through CuPy; emulated: the same device code on the CPU
+    cuda-native, cuda-native:emulated   the native CUDA engine (docs/cuda.md), compiled at first use; its precision: PARITREE_CUDA_PRECISION
     blind+blocked:Z08              any of these as a black box: logits and tokens only (impls/blind.py)
     transformers, llama.cpp, mlx, torch-ops, command:LINE, http://...   engines that nobody here wrote (impls/peers)
     mine                           an entry point of the group `paritree.engines`
@@ -48,6 +49,10 @@ def resolve(spec: str) -> Engine:
         return _OWN[name](variant or None)
     if name == "cuda":
         return _cuda(variant or None)
+    if name == "cuda-native":
+        from impls.native.adapter import load_library
+
+        return load_library(_built_cuda(variant), name=spec if variant else None)
     if name in peers.NAMES:
         return _peer(name, variant or None)
     if os.sep in spec or spec.endswith(LIBRARY_SUFFIXES):
@@ -63,13 +68,15 @@ def resolve(spec: str) -> Engine:
 
 
 def prepare(spec: str) -> None:
-    """Do beforehand what would make the first `resolve` of `spec` slow: compile the native engine. Loads no engine.
+    """Do beforehand what would make the first `resolve` of `spec` slow: compile a native engine. Loads no engine.
 
     For a supervisor, before its workers start under a deadline. Raises as `resolve` does.
     """
     name, _, variant = spec.removeprefix(BLIND).partition(":")
     if name == "native":
         _built(variant or None)
+    if name == "cuda-native":
+        _built_cuda(variant)
 
 
 def known_engines() -> tuple[str, ...]:
@@ -143,6 +150,24 @@ def _built(variant: str | None) -> Path:
         text = str(problem)
         found, _, advice = text.partition(": ") if "\n" not in text else (text, "", "see the compiler's message")
         raise EngineLoadError("native", found, "this engine is compiled at first use", advice) from problem
+
+
+def _built_cuda(variant: str) -> Path:
+    """On the device, or for the CPU as `emulated`. Not among the known engines: most machines have no device for it."""
+    from impls.cuda import build
+    from impls.native.build import BuildError
+
+    if variant not in ("", "emulated"):
+        raise UnknownEngine(f"there is no engine 'cuda-native:{variant}': use cuda-native or cuda-native:emulated")
+    try:
+        return build.library(emulated=bool(variant))
+    except BuildError as problem:
+        raise EngineLoadError(
+            "cuda-native",
+            str(problem),
+            "this engine is compiled at first use",
+            "`cuda-native:emulated` runs the same code on the CPU; docs/cuda.md lists what a device build needs",
+        ) from None
 
 
 _OWN: dict[str, Callable[[str | None], Engine]] = {"golden": _golden, "blocked": _blocked, "native": _native}

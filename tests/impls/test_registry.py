@@ -192,3 +192,16 @@ def test_the_cuda_engine_is_named_and_says_what_it_needs() -> None:
         assert "cuda:emulated" in str(problem)
     else:
         assert engine.describe().name == "cuda"
+
+
+def test_the_native_cuda_engine_is_named_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnknownEngine, match="use cuda-native or cuda-native:emulated"):
+        resolve("cuda-native:nothing")
+    monkeypatch.setenv("PARITREE_NVCC", "no-such-nvcc")
+    with pytest.raises(EngineLoadError, match="no CUDA compiler was found.*cuda-native:emulated"):
+        resolve("cuda-native")
+    try:
+        prepare("cuda-native:emulated")
+    except EngineLoadError as problem:
+        pytest.skip(str(problem))
+    assert resolve("cuda-native:emulated").describe().name == "cuda-native:emulated"
