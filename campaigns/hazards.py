@@ -10,8 +10,9 @@ inputs are always private copies, so that an engine can damage nothing but its o
     freed   inputs are overwritten as soon as the call has returned, before the outputs are read
     repeat  the same call is made twice and must give the same bits
 
-Names that are not in this table (stale masks, neighbours, shuffled order) are planned into a script by the case generator and
-are no business of an array.
+Names that are not in this table (fork, evict, orphan, late, interleaved: campaigns/plan.py) are planned into a script and are no business of an
+array; stale masks and plans, and neighbours, come with the rounds and sequences of any session. Hazards go with any case and with each other, and each
+has a planted bug that it alone shows (tests/campaigns/test_alone.py).
 """
 
 from __future__ import annotations
