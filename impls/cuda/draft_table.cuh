@@ -274,23 +274,60 @@ PARITREE_INLINE unsigned threshold_bin(const volatile unsigned* bins, unsigned w
     return found;
 }
 
-// Bitonic, descending; `padded` is a power of two.
-template <int BLOCK>
+// Bitonic, descending; `padded` is a power of two. A thread holds EACH neighbouring places in registers; only partners in another warp are met
+// in shared memory.
+template <int EACH>
 PARITREE_INLINE void sort_descending(unsigned long long* held, unsigned padded) {
+    unsigned long long own[EACH];
+    const unsigned begin = threadIdx.x * EACH;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) own[i] = begin + i < padded ? held[begin + i] : 0;
     for (unsigned size = 2; size <= padded; size <<= 1)
         for (unsigned step = size >> 1; step; step >>= 1) {
-            for (unsigned i = threadIdx.x; i < padded / 2; i += BLOCK) {
-                const unsigned low = 2 * i - (i & (step - 1)), high = low + step;
-                const unsigned long long a = held[low], b = held[high];
-                if ((a < b) == ((low & size) == 0)) {
-                    held[low] = b;
-                    held[high] = a;
+            if (step < EACH) {
+#pragma unroll
+                for (int half = EACH / 2; half; half >>= 1) {
+                    if (step != half) continue;
+#pragma unroll
+                    for (int i = 0; i < EACH; ++i) {
+                        if (i & half) continue;
+                        const unsigned long long a = own[i], b = own[i | half];
+                        if ((a < b) == (((begin + i) & size) == 0)) {
+                            own[i] = b;
+                            own[i | half] = a;
+                        }
+                    }
                 }
+                continue;
             }
-            // 32 pairs at a distance of at most 32 lie among the 64 places of one warp, and so do those of the next step
-            if (step > 32 || step == 1) __syncthreads();
-            else __syncwarp();
+            const bool far = step >= 32 * EACH;
+            if (far) {
+                __syncthreads();  // what was written before is read
+#pragma unroll
+                for (int i = 0; i < EACH; ++i)
+                    if (begin + i < padded) held[begin + i] = own[i];
+                __syncthreads();
+            }
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const unsigned place = begin + i;
+                const unsigned long long other = far ? held[(place ^ step) % padded] : __shfl_xor_sync(FULL_WARP, own[i], static_cast<int>(step / EACH % 32));
+                const bool larger = ((place & step) == 0) == ((place & size) == 0);
+                if ((other > own[i]) == larger) own[i] = other;
+            }
         }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (begin + i < padded) held[begin + i] = own[i];
+    __syncthreads();
+}
+
+PARITREE_INLINE void sort_descending(unsigned long long* held, unsigned padded) {
+    if (padded <= ONCE_THREADS) sort_descending<1>(held, padded);
+    else if (padded <= 2 * ONCE_THREADS) sort_descending<2>(held, padded);
+    else if (padded <= 4 * ONCE_THREADS) sort_descending<4>(held, padded);
+    else sort_descending<8>(held, padded);
 }
 }  // namespace draft
 }  // namespace paritree
@@ -329,7 +366,6 @@ draft_table_once(const float* logits, int* ids, float* log_probs, float* parts, 
             for (int j = i; j < i + 4; ++j) own[j] = place(j) < vocab ? row[place(j)] : minus_infinity();
         }
     }
-    for (int b = threadIdx.x; b < BINS; b += ONCE_THREADS) bins[b] = 0;
     if (threadIdx.x == 0) found = 0;
     bool refused = false;
 #pragma unroll
@@ -338,13 +374,22 @@ draft_table_once(const float* logits, int* ids, float* log_probs, float* parts, 
         top = fmaxf(top, own[i]);
     }
     if (refused) atomicOr(status, STATUS_NOT_FINITE);
-    top = block_max(top, scratch);  // its barriers also separate the zeroing from the counting
+    // of 64 groups of threads the one with the lowest maximum: keys below that are not counted, and some hundreds are left. A count of a part of the
+    // keys gives a threshold that is too low, never one that is too high
+    float least = top;
+    for (int step = 1; step < 8; step <<= 1) least = fmaxf(least, __shfl_xor_sync(FULL_WARP, least, step));
+    top = block_max(top, scratch);
+    least = -block_max(-least, scratch);
+    const unsigned low_bin = ordered(least) >> (32 - BIN_BITS), high_bin = ordered(top) >> (32 - BIN_BITS);
+    for (unsigned b = low_bin + threadIdx.x; b <= high_bin; b += ONCE_THREADS) bins[b] = 0;
+    __syncthreads();
     const float base = top == minus_infinity() ? 0.0f : top;
     float total = 0.0f;
 #pragma unroll
     for (int i = 0; i < ONCE_PER_THREAD; ++i) {
         total += expf(own[i] - base);
-        if (place(i) < vocab) atomicAdd(&bins[ordered(own[i]) >> (32 - BIN_BITS)], 1u);
+        const unsigned bin = ordered(own[i]) >> (32 - BIN_BITS);
+        if (place(i) < vocab && bin >= low_bin && bin <= high_bin) atomicAdd(&bins[bin], 1u);
     }
     total = block_sum(total, scratch);
     if (threadIdx.x == 0) {
@@ -352,7 +397,7 @@ draft_table_once(const float* logits, int* ids, float* log_probs, float* parts, 
         part[0] = top;
         part[1] = total;
     }
-    for (int b = threadIdx.x; b < BINS; b += ONCE_THREADS)
+    for (unsigned b = low_bin + threadIdx.x; b <= high_bin; b += ONCE_THREADS)
         if (bins[b]) atomicAdd(&histogram[b], bins[b]);
     __threadfence();
     __syncthreads();
@@ -441,7 +486,7 @@ draft_table_once(const float* logits, int* ids, float* log_probs, float* parts, 
     while (padded < count) padded <<= 1;
     for (unsigned i = count + threadIdx.x; i < padded; i += ONCE_THREADS) held[i] = 0;
     __syncthreads();
-    sort_descending<ONCE_THREADS>(held, padded);
+    sort_descending(held, padded);
     for (int k = threadIdx.x; k < width; k += ONCE_THREADS) {
         const long long at = static_cast<long long>(blockIdx.y) * width + k;
         ids[at] = index_of(held[k]);

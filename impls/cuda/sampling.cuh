@@ -331,10 +331,68 @@ PARITREE_INLINE void over_tokens(const Source& source, unsigned* marks, Visit vi
 // The order of truncation: z descending, id ascending.
 PARITREE_INLINE bool precedes(double z, int index, double other_z, int other_index) { return z > other_z || (z == other_z && index < other_index); }
 
-// The first of the race among the tokens before (bound_z, bound_index); everything where the index is `vocab` and the z minus infinity.
-PARITREE_INLINE Entry race(const Source& source, const Noise& noise, double bound_z, int bound_index, unsigned* marks, Entry* scratch, bool& undecided) {
+// Where a token stands in that order. Where z is the logit over an ordinary temperature, logits are in the same order, ties included: distinct
+// float32 numbers have distinct quotients in float64.
+struct Bound {
+    double z;
+    int index;
+    float logit;
+    bool by_logit;
+};
+
+PARITREE_INLINE Bound everything(const Source& source) { return {minus_infinity_double(), source.vocab, 0.0f, false}; }
+
+PARITREE_INLINE Bound bound_of(const Source& source, const Entry& token) {
+    const double temperature = source.rule->temperature;
+    const bool by_logit = !source.marked && temperature > 0x1p-100 && temperature < 0x1p100;
+    return {token.z, token.index, by_logit ? source.logits[token.index] : 0.0f, by_logit};
+}
+
+// Every logit of a row without marks through `visit(first, size, logit)`, four neighbours a thread.
+template <typename Visit>
+PARITREE_INLINE void over_logits(const Source& source, Visit visit) {
+    const bool wide = source.vocab % 4 == 0;
+    for (int first = 4 * static_cast<int>(threadIdx.x); first < source.vocab; first += 4 * static_cast<int>(blockDim.x)) {
+        const int size = min(4, source.vocab - first);
+        float logit[4];
+        if (wide) {
+            const float4 four = *reinterpret_cast<const float4*>(source.logits + first);
+            logit[0] = four.x;
+            logit[1] = four.y;
+            logit[2] = four.z;
+            logit[3] = four.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) logit[i] = i < size ? source.logits[first + i] : minus_infinity();
+        }
+        visit(first, size, logit);
+    }
+}
+
+PARITREE_INLINE bool logit_precedes(float logit, int index, const Bound& bound) { return logit > bound.logit || (logit == bound.logit && index < bound.index); }
+
+// The first of the race among the tokens before `bound`.
+PARITREE_INLINE Entry race(const Source& source, const Noise& noise, const Bound& bound, unsigned* marks, Entry* scratch, bool& undecided) {
     Entry best = nobody();
     const bool greedy = source.rule->temperature == 0.0;
+    const double bound_z = bound.z;
+    const int bound_index = bound.index;
+    if (bound.by_logit) {
+        over_logits(source, [&](int first, int size, const float(&logit)[4]) {
+            bool any = false;
+            for (int i = 0; i < size; ++i) any = any || logit_precedes(logit[i], first + i, bound);
+            if (!any) return;
+            unsigned long long word[4] = {};
+            if (!greedy) philox(noise, static_cast<unsigned>(first) / 4, word);
+            for (int i = 0; i < size; ++i) {
+                if (!logit_precedes(logit[i], first + i, bound)) continue;
+                double penalised;
+                const Entry own = entry(scaled(source, first + i, 0, penalised), greedy ? 0.0 : uniform(word[i]), first + i);
+                if (beats(own, best, undecided)) best = own;
+            }
+        });
+        return block_best(best, scratch, undecided);
+    }
     over_tokens(source, marks, [&](int first, int size, const double(&z)[4], const double(&)[4]) {
         bool any = false;
         for (int i = 0; i < size; ++i) any = any || (z[i] > minus_infinity_double() && precedes(z[i], first + i, bound_z, bound_index));
@@ -447,11 +505,40 @@ struct Scratch {
     Pair pairs[THREADS / 32];
 };
 
+// The masses before `bound` and of the whole row in float32, and what their difference may be off by: z and the gap by 2^-21 of the sizes of the
+// numbers in them, the exponential by 2 ulp, sums of four by 2 ulp; twice over.
+PARITREE_INLINE void estimated_masses(const Source& source, double top, const Bound& bound, Scratch& scratch, double& before, double& total, double& doubt) {
+    const float inverse = static_cast<float>(1.0 / source.rule->temperature), top_near = static_cast<float>(top), size_of_top = fabsf(top_near) + 4.0f;
+    before = total = doubt = 0.0;
+    over_logits(source, [&](int first, int, const float(&logit)[4]) {
+        float early = 0.0f, all = 0.0f, off = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (!(logit[i] > minus_infinity())) continue;
+            const float gap = fmaxf(top_near - logit[i] * inverse, 0.0f), weight = expf(-gap);
+            all += weight;
+            off += weight * (size_of_top + gap);
+            if (logit_precedes(logit[i], first + i, bound)) early += weight;
+        }
+        before += static_cast<double>(early);
+        total += static_cast<double>(all);
+        doubt += static_cast<double>(off);
+    });
+    before = block_sum(before, scratch.doubles);
+    total = block_sum(total, scratch.doubles);
+    doubt = 0x1p-19 * block_sum(doubt, scratch.doubles);
+}
+
 // Whether top-p keeps `token`: the mass of what stands before it in the head is below top_p of the mass of the head.
 PARITREE_INLINE bool mass_keeps(const Source& source, const Head& head, const Entry& token, Scratch& scratch, bool& undecided) {
     const double top_p = source.rule->top_p;
-    double before = 0.0, total = 0.0, doubt = 0.0, number = 0.0, rank = 0.0;
-    bool uniform_head = true;
+    double before = 0.0, total = 0.0, doubt = 0.0, number = 0.0, rank = 0.0, highest = 0.0;  // highest: how many have the largest z
+    const Bound bound = bound_of(source, token);
+    if (bound.by_logit && head.log_min_p == minus_infinity_double() && head.end_z == minus_infinity_double()) {
+        estimated_masses(source, head.top, bound, scratch, before, total, doubt);
+        if (fabs(before - top_p * total) > doubt) return before < top_p * total;
+        before = total = doubt = 0.0;
+    }
     over_tokens(source, scratch.marks, [&](int first, int size, const double(&z)[4], const double(&)[4]) {
         for (int i = 0; i < size; ++i) {
             if (!in_head(head, z[i], first + i, undecided)) continue;
@@ -464,7 +551,7 @@ PARITREE_INLINE bool mass_keeps(const Source& source, const Head& head, const En
                 before += weight;
                 rank += 1.0;
             }
-            uniform_head = uniform_head && gap == 0.0;
+            if (gap == 0.0) highest += 1.0;
         }
     });
     before = block_sum(before, scratch.doubles);
@@ -472,12 +559,12 @@ PARITREE_INLINE bool mass_keeps(const Source& source, const Head& head, const En
     doubt = block_sum(doubt, scratch.doubles);
     number = block_sum(number, scratch.doubles);
     rank = block_sum(rank, scratch.doubles);
-    const double uneven = block_sum(uniform_head ? 0.0 : 1.0, scratch.doubles);
-    if (uneven == 0.0) {  // rank < top_p * number, exactly
-        const double product = __dmul_rn(top_p, number);
-        return rank - product < fma(top_p, number, -product);
+    highest = block_sum(highest, scratch.doubles);
+    if (token.z == head.top) {  // rank < top_p * highest, exactly; where the two are equal, whatever else is in the head decides
+        const double product = __dmul_rn(top_p, highest), excess = rank - product, rest = fma(top_p, highest, -product);
+        if (highest == number) return excess < rest;
+        if (excess <= rest) return true;
     }
-    if (rank == 0.0) return true;
     // per weight: an ulp of exp, and the rounding of its argument; sums by half an ulp a term. Twice over.
     const double error = 0x1p-51 * doubt + 0x1p-51 * (number + 2.0) * total;
     const double margin = before - top_p * total;
@@ -515,14 +602,23 @@ PARITREE_INLINE int truncated(const Source& source, const Noise& noise, Entry wi
         bool kept = winner.index >= 0 && in_head(head, winner.z, winner.index, undecided);
         if (kept && cut_k && !(rule.top_p < 1.0)) {
             double before = 0.0;
-            over_tokens(source, scratch.marks, [&](int first, int size, const double(&z)[4], const double(&)[4]) {
-                for (int i = 0; i < size; ++i) before += rule.ties_all ? z[i] > winner.z : precedes(z[i], first + i, winner.z, winner.index);
-            });
+            const Bound bound = bound_of(source, winner);
+            if (bound.by_logit) {
+                over_logits(source, [&](int first, int size, const float(&logit)[4]) {
+                    int number = 0;
+                    for (int i = 0; i < size; ++i) number += rule.ties_all ? logit[i] > bound.logit : logit_precedes(logit[i], first + i, bound);
+                    before += number;
+                });
+            } else {
+                over_tokens(source, scratch.marks, [&](int first, int size, const double(&z)[4], const double(&)[4]) {
+                    for (int i = 0; i < size; ++i) before += rule.ties_all ? z[i] > winner.z : precedes(z[i], first + i, winner.z, winner.index);
+                });
+            }
             kept = block_sum(before, scratch.doubles) < static_cast<double>(rule.top_k);
         }
         if (kept && rule.top_p < 1.0) kept = mass_keeps(source, head, winner, scratch, undecided);
         if (kept || winner.index < 0) return winner.index;  // the first token of all is always kept, so that somebody is left
-        winner = race(source, noise, winner.z, winner.index, scratch.marks, scratch.entries, undecided);
+        winner = race(source, noise, bound_of(source, winner), scratch.marks, scratch.entries, undecided);
     }
 }
 
@@ -564,7 +660,7 @@ sample_plain(const float* logits, const paritree::sampling::Rule* rule, const in
         }
         return;
     }
-    const Entry winner = race(source, noise, minus_infinity_double(), vocab, scratch.marks, scratch.entries, undecided);
+    const Entry winner = race(source, noise, everything(source), scratch.marks, scratch.entries, undecided);
     const int found = truncates(*rule, vocab) ? truncated(source, noise, winner, top, scratch, undecided) : winner.index;
     if (undecided) atomicOr(status, STATUS_UNDECIDED);
     if (threadIdx.x == 0) ids[row] = found;
@@ -575,7 +671,7 @@ sample_plain(const float* logits, const paritree::sampling::Rule* rule, const in
 namespace paritree {
 namespace sampling {
 constexpr int RACE_THREADS = 256, RACE_GROUPS = 4;
-static_assert(RACE_THREADS * RACE_GROUPS * 4 == CHUNK, "a block of sample_race holds one chunk");
+static_assert(RACE_THREADS * RACE_GROUPS * 4 == CHUNK, "a block of sample_race goes through a chunk in RACE_GROUPS steps");
 
 // What a block of sample_race found.
 struct Part {
@@ -594,7 +690,8 @@ PARITREE_INLINE float key_ceiling(float z, unsigned long long word) {
 }  // namespace sampling
 }  // namespace paritree
 
-// grid (ceil(vocab / 4096), rows), block 256; parts [rows, gridDim.x]
+// grid (blocks, rows), block 256; parts [rows, gridDim.x]. A block takes every gridDim.x-th chunk of 4,096 tokens. What float32 proves to be behind the
+// best key that the block has met is left there; the rest, a few tokens, is judged in float64.
 extern "C" __global__ void __launch_bounds__(256)
 sample_race(const float* logits, const paritree::sampling::Rule* rule, const int* bias_tokens, const double* biases, const int* history, const int* streams,
             const int* tokens, const int* parents, const int* count, int nodes, int stride, int vocab, paritree::sampling::Part* parts) {
@@ -602,93 +699,72 @@ sample_race(const float* logits, const paritree::sampling::Rule* rule, const int
     using namespace paritree::sampling;
     __shared__ unsigned marks[CHUNK];
     __shared__ Entry entries[RACE_THREADS / 32];
-    __shared__ float scratch[32];
     __shared__ double doubles[RACE_THREADS / 32];
-    __shared__ double least;
+    __shared__ unsigned least;  // `ordered` of a float32 that is not above the best key; 0: none. Only rises, so that a stale look costs time only
     const Rows rows = {history, streams, tokens, parents, count, nodes, stride};
-    const int row = blockIdx.y, begin = blockIdx.x * CHUNK;
+    const int row = blockIdx.y;
     if (is_padding(rows, row)) return;
     Noise noise;
     const Source source = source_of(logits, rule, bias_tokens, biases, rows, vocab, row, noise);
-    mark_chunk(source, begin, marks);
-    const bool greedy = rule->temperature == 0.0;
+    const bool greedy = rule->temperature == 0.0, wide = vocab % 4 == 0;
     const float inverse = greedy ? 1.0f : static_cast<float>(1.0 / rule->temperature);
-    const auto place = [&](int group) { return begin + (group * RACE_THREADS + static_cast<int>(threadIdx.x)) * 4; };
-    const auto mark_of = [&](int token) { return source.marked ? marks[token - begin] : 0u; };
-    const bool wide = vocab % 4 == 0;
-    float ceiling[4 * RACE_GROUPS], highest = minus_infinity(), top_logit = minus_infinity();
+    float top_logit = minus_infinity();
     double top = minus_infinity_double();
     bool refused = false, undecided = false;
-#pragma unroll
-    for (int group = 0; group < RACE_GROUPS; ++group) {
-        const int first = place(group);
-        float four[4];
-        if (wide && first < vocab) {
-            const float4 loaded = *reinterpret_cast<const float4*>(source.logits + first);
-            four[0] = loaded.x;
-            four[1] = loaded.y;
-            four[2] = loaded.z;
-            four[3] = loaded.w;
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) four[i] = first + i < vocab ? source.logits[first + i] : minus_infinity();
-        }
-        unsigned long long word[4] = {};
-        if (!greedy) philox(noise, static_cast<unsigned>(first) / 4, word);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float z = four[i] * inverse;
-            refused = refused || four[i] != four[i] || four[i] == -minus_infinity();
-            if (source.marked && first + i < vocab && mark_of(first + i) != 0) {
-                double penalised;
-                const double exact = scaled(source, first + i, mark_of(first + i), penalised);
-                refused = refused || exact != exact || penalised != penalised || exact == -minus_infinity_double();
-                top = fmax(top, exact);
-                z = static_cast<float>(exact);
+    Entry best = nobody();
+    if (threadIdx.x == 0) least = 0;
+    __syncthreads();
+    for (int begin = blockIdx.x * CHUNK; begin < vocab; begin += gridDim.x * CHUNK) {
+        mark_chunk(source, begin, marks);
+        for (int group = 0; group < RACE_GROUPS; ++group) {
+            const int first = begin + (group * RACE_THREADS + static_cast<int>(threadIdx.x)) * 4;
+            if (first >= vocab) break;
+            float four[4];
+            if (wide) {
+                const float4 loaded = *reinterpret_cast<const float4*>(source.logits + first);
+                four[0] = loaded.x;
+                four[1] = loaded.y;
+                four[2] = loaded.z;
+                four[3] = loaded.w;
             } else {
-                top_logit = fmaxf(top_logit, four[i]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) four[i] = first + i < vocab ? source.logits[first + i] : minus_infinity();
             }
-            float own = greedy ? z + 0x1p-20f * fabsf(z) + 0x1p-126f : key_ceiling(z, word[i]);
-            if (four[i] == minus_infinity()) own = minus_infinity();
-            else if (own != own || own == -minus_infinity()) own = -minus_infinity();  // beyond float32: left to float64
-            ceiling[4 * group + i] = own;
-            highest = fmaxf(highest, own);
+            unsigned long long word[4] = {};
+            if (!greedy) philox(noise, static_cast<unsigned>(first) / 4, word);
+            const unsigned known = *static_cast<volatile unsigned*>(&least);
+            const float behind = known ? unordered(known) : minus_infinity();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const unsigned mark = source.marked && first + i < vocab ? marks[first + i - begin] : 0u;
+                refused = refused || four[i] != four[i] || four[i] == -minus_infinity();
+                float near = four[i] * inverse;
+                if (mark) {
+                    double penalised;
+                    const double z = scaled(source, first + i, mark, penalised);
+                    refused = refused || z != z || penalised != penalised || z == -minus_infinity_double();
+                    top = fmax(top, z);
+                    near = static_cast<float>(z);
+                } else {
+                    top_logit = fmaxf(top_logit, four[i]);
+                }
+                const float ceiling = greedy ? near + 0x1p-20f * fabsf(near) + 0x1p-126f : key_ceiling(near, word[i]);
+                if (four[i] == minus_infinity() || ceiling < behind) continue;  // NaN and infinity, beyond float32, go on
+                double penalised;
+                const double z = scaled(source, first + i, mark, penalised);
+                if (!(z > minus_infinity_double())) continue;
+                const Entry own = entry(z, greedy ? 0.0 : uniform(word[i]), first + i);
+                if (!beats(own, best, undecided)) continue;
+                best = own;
+                const float floor_of_key = static_cast<float>(own.key - key_error(own));
+                atomicMax(&least, ordered(floor_of_key - 0x1p-22f * fabsf(floor_of_key) - 0x1p-126f));
+            }
         }
     }
     if (top_logit > minus_infinity()) {
         const double logit = static_cast<double>(top_logit);
         top = fmax(top, greedy || rule->temperature == 1.0 ? logit : logit / rule->temperature);
     }
-    const float most = block_max(highest, scratch);
-    const auto exact_entry = [&](int slot) {
-        const int token = place(slot / 4) + slot % 4;
-        double penalised;
-        const double z = scaled(source, token, mark_of(token), penalised);
-        if (!(z > minus_infinity_double())) return nobody();
-        unsigned long long word[4] = {};
-        if (!greedy) philox(noise, static_cast<unsigned>(token) / 4, word);
-        const double u = slot % 4 < 2 ? (slot % 4 == 0 ? uniform(word[0]) : uniform(word[1])) : (slot % 4 == 2 ? uniform(word[2]) : uniform(word[3]));
-        return entry(z, greedy ? 0.0 : u, token);
-    };
-    // some token that reaches the highest ceiling: its key is what the others have to reach
-    if (threadIdx.x == 0) least = minus_infinity_double();
-    __syncthreads();
-    if (highest == most && most > minus_infinity()) {
-        for (int slot = 0; slot < 4 * RACE_GROUPS; ++slot)
-            if (ceiling[slot] == most) {
-                const Entry own = exact_entry(slot);
-                if (own.index >= 0) least = own.key - key_error(own);  // any of several will do
-                break;
-            }
-    }
-    __syncthreads();
-    Entry best = nobody();
-#pragma unroll
-    for (int slot = 0; slot < 4 * RACE_GROUPS; ++slot)
-        if (ceiling[slot] > minus_infinity() && static_cast<double>(ceiling[slot]) >= least) {
-            const Entry own = exact_entry(slot);
-            if (beats(own, best, undecided)) best = own;
-        }
     __syncwarp();
     best = block_best(best, entries, undecided);
     top = block_max(top, doubles);

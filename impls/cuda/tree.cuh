@@ -462,7 +462,7 @@ best_first_tree(const int* ids, const float* log_probs, int depth_max, int width
 // More paths than `capacity` within the limit (many equal costs), sums beyond 62 bits, or an entry above 0: the form that pops takes over.
 namespace paritree {
 namespace tree {
-constexpr int SELECT_THREADS = 512, CELLS = 64, ROUNDS = 2;
+constexpr int SELECT_THREADS = 512, CELLS = 64, ROUNDS = 2;  // the second round, in finer cells, only where the first limit lets too many in
 // float32 sums of at most DEPTH_MAX terms that do not differ in sign, each term and each sum rounded once: below (1 + 2^-24)^42; twice over
 constexpr float LIMIT_ROOM = 1.0f + 0x1p-17f;
 
@@ -505,66 +505,71 @@ PARITREE_INLINE int block_offset(int own, int& total, int* scratch) {
 }
 
 // A cost that at least `budget` paths do not exceed, as a float32; infinite where there are fewer paths. By the whole block; `counts`
-// [DEPTH_MAX + 2][CELLS] floats of shared memory. A path whose rounded-up terms sum to C costs at most C / scale.
-PARITREE_INLINE float cost_limit(const float* table, const int* widths, int depth_max, int width, int budget, float ceiling, float* counts, float* shared_limit) {
+// [DEPTH_MAX + 2][CELLS] floats of shared memory. A path whose rounded-up terms sum to C costs at most C / scale. `limit`: what is known before.
+PARITREE_INLINE float cost_limit(const float* table, const int* widths, int depth_max, int width, int budget, float limit, float* counts, float* shared_limit) {
     const int lane = threadIdx.x % 32;
-    float limit = ceiling;
-    for (int round = 0; round < ROUNDS; ++round) {
-        if (!(limit > 0.0f)) return limit;
-        const float scale = static_cast<float>(CELLS - 1) / limit * (1.0f - 0x1p-20f);
-        if (!(scale < 1e30f)) return limit;
-        for (int i = threadIdx.x; i < depth_max * CELLS; i += SELECT_THREADS) counts[i] = 0.0f;
-        __syncthreads();
-        for (int depth = threadIdx.x / 32; depth < depth_max; depth += SELECT_THREADS / 32)
-            for (int r = lane; r < widths[depth]; r += 32) {
-                const float cells = ceilf(-table[depth * width + r] * scale * (1.0f + 0x1p-20f));
-                if (cells < static_cast<float>(CELLS)) atomicAdd(&counts[depth * CELLS + static_cast<int>(cells)], 1.0f);
-            }
-        __syncthreads();
-        if (threadIdx.x < 32) {  // paths of a depth by cell: those of the depth before, convolved; a lane has two cells
-            float* now = counts + DEPTH_MAX * CELLS;  // [2][CELLS]: counts saturate, so that no infinity meets a zero
-            now[lane] = lane == 0 ? 1.0f : 0.0f;
-            now[lane + 32] = 0.0f;
-            float low_total = 0.0f, high_total = 0.0f;
-            for (int depth = 0; depth < depth_max; ++depth) {
-                __syncwarp();
-                const float* own = counts + depth * CELLS;
-                float low = 0.0f, high = 0.0f;
-#pragma unroll 8
-                for (int y = 0; y < 32; ++y) {
-                    const float here = own[y];
-                    if (lane >= y) low = fmaf(here, now[lane - y], low);
-                    high = fmaf(here, now[lane + 32 - y], high);
-                }
-#pragma unroll 8
-                for (int y = 32; y < CELLS; ++y)
-                    if (lane + 32 >= y) high = fmaf(own[y], now[lane + 32 - y], high);
-                low = fminf(low, 1e6f);
-                high = fminf(high, 1e6f);
-                low_total += low;
-                high_total += high;
-                __syncwarp();
-                now[lane] = low;
-                now[lane + 32] = high;
-                if (!__any_sync(FULL_WARP, low + high > 0.0f)) break;
-            }
-            for (int step = 1; step < 32; step <<= 1) {  // counts up to a cell
-                const float a = __shfl_up_sync(FULL_WARP, low_total, step), b = __shfl_up_sync(FULL_WARP, high_total, step);
-                if (lane >= step) {
-                    low_total += a;
-                    high_total += b;
-                }
-            }
-            high_total += __shfl_sync(FULL_WARP, low_total, 31);
-            const unsigned lows = __ballot_sync(FULL_WARP, low_total >= static_cast<float>(budget));
-            const unsigned highs = __ballot_sync(FULL_WARP, high_total >= static_cast<float>(budget));
-            const int cell = lows ? __ffs(static_cast<int>(lows)) - 1 : highs ? 31 + __ffs(static_cast<int>(highs)) : CELLS;
-            if (lane == 0) *shared_limit = cell == CELLS ? limit : fminf(limit, static_cast<float>(cell) / scale * (1.0f + 0x1p-20f));
+    const float scale = static_cast<float>(CELLS - 1) / limit * (1.0f - 0x1p-20f);
+    if (!(limit > 0.0f) || !(scale < 1e30f)) return limit;
+    int* entries = reinterpret_cast<int*>(counts);
+    for (int i = threadIdx.x; i < depth_max * CELLS; i += SELECT_THREADS) entries[i] = 0;
+    __syncthreads();
+    const auto cell_of = [&](float log_prob) { return static_cast<int>(fminf(ceilf(-log_prob * scale * (1.0f + 0x1p-20f)), static_cast<float>(CELLS))); };
+    for (int depth = threadIdx.x / 32; depth < depth_max; depth += SELECT_THREADS / 32) {
+        const float* row = table + depth * width;
+        int* own = entries + depth * CELLS;
+        for (int r = lane; r < widths[depth]; r += 32) {  // cells ascend along a row, so that only the ends of a run count: end - begin
+            const int cell = cell_of(row[r]);
+            if (cell == CELLS) continue;
+            if (r == 0 || cell_of(row[r - 1]) != cell) atomicAdd(&own[cell], -r);
+            if (r + 1 == widths[depth] || cell_of(row[r + 1]) != cell) atomicAdd(&own[cell], r + 1);
         }
-        __syncthreads();
-        limit = *shared_limit;
-        __syncthreads();
     }
+    __syncthreads();
+    for (int i = threadIdx.x; i < depth_max * CELLS; i += SELECT_THREADS) counts[i] = static_cast<float>(entries[i]);
+    __syncthreads();
+    if (threadIdx.x < 32) {  // paths of a depth by cell: those of the depth before, convolved; a lane has two cells
+        float* now = counts + DEPTH_MAX * CELLS;  // [2][CELLS]: counts saturate, so that no infinity meets a zero
+        now[lane] = lane == 0 ? 1.0f : 0.0f;
+        now[lane + 32] = 0.0f;
+        float low_total = 0.0f, high_total = 0.0f;
+        for (int depth = 0; depth < depth_max; ++depth) {
+            __syncwarp();
+            const float* own = counts + depth * CELLS;
+            float low = 0.0f, high = 0.0f;
+#pragma unroll 8
+            for (int y = 0; y < 32; ++y) {
+                const float here = own[y];
+                if (lane >= y) low = fmaf(here, now[lane - y], low);
+                high = fmaf(here, now[lane + 32 - y], high);
+            }
+#pragma unroll 8
+            for (int y = 32; y < CELLS; ++y)
+                if (lane + 32 >= y) high = fmaf(own[y], now[lane + 32 - y], high);
+            low = fminf(low, 1e6f);
+            high = fminf(high, 1e6f);
+            low_total += low;
+            high_total += high;
+            __syncwarp();
+            now[lane] = low;
+            now[lane + 32] = high;
+            if (!__any_sync(FULL_WARP, low + high > 0.0f)) break;
+        }
+        for (int step = 1; step < 32; step <<= 1) {  // counts up to a cell
+            const float a = __shfl_up_sync(FULL_WARP, low_total, step), b = __shfl_up_sync(FULL_WARP, high_total, step);
+            if (lane >= step) {
+                low_total += a;
+                high_total += b;
+            }
+        }
+        high_total += __shfl_sync(FULL_WARP, low_total, 31);
+        const unsigned lows = __ballot_sync(FULL_WARP, low_total >= static_cast<float>(budget));
+        const unsigned highs = __ballot_sync(FULL_WARP, high_total >= static_cast<float>(budget));
+        const int cell = lows ? __ffs(static_cast<int>(lows)) - 1 : highs ? 31 + __ffs(static_cast<int>(highs)) : CELLS;
+        if (lane == 0) *shared_limit = cell == CELLS ? limit : fminf(limit, static_cast<float>(cell) / scale * (1.0f + 0x1p-20f));
+    }
+    __syncthreads();
+    limit = *shared_limit;
+    __syncthreads();
     return limit;
 }
 
@@ -624,34 +629,82 @@ PARITREE_INLINE int enumerate(const Build& build, const Found& found, const floa
     return last - 1;
 }
 
-// By cost, equal costs by path: place i of `order` and `cost` for i < count. Bitonic over the next power of two, the root and padding last.
-PARITREE_INLINE void sort_paths(const Found& found, int count) {
-    int padded = 2;
-    while (padded < count + 1) padded <<= 1;
-    for (int i = threadIdx.x; i < padded; i += SELECT_THREADS) {
-        if (i == 0 || i > count) found.cost[i] = ~0ull;
-        found.order[i] = static_cast<unsigned short>(i);
+// By cost, equal costs by path: place i of `order` for i < count. Bitonic over the next power of two, the root and padding last. A thread
+// holds EACH neighbouring places in registers; only partners in another warp are met in shared memory.
+template <int EACH>
+PARITREE_INLINE void sort_paths(const Found& found, int count, int padded) {
+    unsigned long long cost[EACH];
+    int path[EACH];
+    const int begin = static_cast<int>(threadIdx.x) * EACH;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        path[i] = begin + i;
+        cost[i] = begin + i == 0 || begin + i > count ? ~0ull : found.cost[begin + i];
     }
+    const auto comes_first = [&](unsigned long long a, int path_a, unsigned long long b, int path_b) {
+        if (a != b) return a < b;
+        return a == ~0ull ? path_a < path_b : path_before(found, path_a, path_b);
+    };
     __syncthreads();
     for (int size = 2; size <= padded; size <<= 1)
         for (int step = size >> 1; step; step >>= 1) {
-            for (int i = threadIdx.x; i < padded / 2; i += SELECT_THREADS) {
-                const int low = 2 * i - (i & (step - 1)), high = low + step;
-                const unsigned long long a = found.cost[low], b = found.cost[high];
-                const unsigned short path_a = found.order[low], path_b = found.order[high];
-                const bool swapped = a != b ? b < a : a != ~0ull && path_before(found, path_b, path_a);
-                if (swapped == ((low & size) == 0)) {
-                    found.cost[low] = b;
-                    found.cost[high] = a;
-                    found.order[low] = path_b;
-                    found.order[high] = path_a;
+            if (step < EACH) {
+#pragma unroll
+                for (int half = EACH / 2; half; half >>= 1) {
+                    if (step != half) continue;
+#pragma unroll
+                    for (int i = 0; i < EACH; ++i) {
+                        if (i & half) continue;
+                        const bool swapped = comes_first(cost[i | half], path[i | half], cost[i], path[i]);
+                        if (swapped == (((begin + i) & size) == 0)) {
+                            const unsigned long long held = cost[i];
+                            const int held_path = path[i];
+                            cost[i] = cost[i | half];
+                            path[i] = path[i | half];
+                            cost[i | half] = held;
+                            path[i | half] = held_path;
+                        }
+                    }
+                }
+                continue;
+            }
+            const bool far = step >= 32 * EACH;
+            if (far) {
+                __syncthreads();  // what was written before is read
+#pragma unroll
+                for (int i = 0; i < EACH; ++i)
+                    if (begin + i < padded) {
+                        found.cost[begin + i] = cost[i];
+                        found.order[begin + i] = static_cast<unsigned short>(path[i]);
+                    }
+                __syncthreads();
+            }
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const int place = begin + i, partner = (place ^ step) % padded;
+                unsigned long long other = far ? found.cost[partner] : __shfl_xor_sync(FULL_WARP, cost[i], step / EACH % 32);
+                const int other_path = far ? static_cast<int>(found.order[partner]) : __shfl_xor_sync(FULL_WARP, path[i], step / EACH % 32);
+                const bool wants_first = ((place & step) == 0) == ((place & size) == 0);
+                if (comes_first(other, other_path, cost[i], path[i]) == wants_first) {
+                    cost[i] = other;
+                    path[i] = other_path;
                 }
             }
-            // 32 pairs at a distance of at most 32 lie among the 64 places of one warp, and so do those of the next step
-            if (step > 32) __syncthreads();
-            else if (step > 1) __syncwarp();
-            else __syncthreads();
+            if (!far) __syncwarp();
         }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (begin + i < padded) found.order[begin + i] = static_cast<unsigned short>(path[i]);
+    __syncthreads();
+}
+
+PARITREE_INLINE void sort_paths(const Found& found, int count) {
+    int padded = 2;
+    while (padded < count + 1) padded <<= 1;
+    if (padded <= SELECT_THREADS) sort_paths<1>(found, count, padded);
+    else if (padded <= 2 * SELECT_THREADS) sort_paths<2>(found, count, padded);
+    else sort_paths<4>(found, count, padded);
 }
 }  // namespace tree
 }  // namespace paritree
@@ -700,8 +753,12 @@ best_first_select(const int* ids, const float* log_probs, int depth_max, int wid
         for (int depth = 0; depth < depth_max; ++depth) ceiling += examined.largest[depth];
         if (first_row_suffices) ceiling = fminf(ceiling, -table[budget - 1]);
         ceiling *= LIMIT_ROOM;
-        const float limit = cost_limit(table, examined.widths, depth_max, width, budget, ceiling, reinterpret_cast<float*>(found.cost), &shared_limit);
-        paths = enumerate(build, found, table, limit * LIMIT_ROOM, exponent, capacity, scratch);
+        float limit = ceiling;
+        for (int round = 0; round < ROUNDS && paths < 0; ++round) {
+            __syncthreads();
+            limit = cost_limit(table, examined.widths, depth_max, width, budget, limit, reinterpret_cast<float*>(found.cost), &shared_limit);
+            paths = enumerate(build, found, table, limit * LIMIT_ROOM, exponent, capacity, scratch);
+        }
         if (paths < budget && limit < ceiling) paths = -1;  // costs so small that their cells vanished
     }
     if (paths < 0) {

@@ -122,6 +122,11 @@ T atomicAdd(T* at, T value) {
   *at = before + value;
   return before;
 }
+inline unsigned atomicMax(unsigned* at, unsigned value) {
+  const unsigned before = *at;
+  *at = value > before ? value : before;
+  return before;
+}
 inline int atomicMin(int* at, int value) {
   const int before = *at;
   *at = value < before ? value : before;
