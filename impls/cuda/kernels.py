@@ -41,7 +41,6 @@ SELECT_PATHS = 1024  # tree.cuh: the least capacity of best_first_select
 DEPTH_MAX, BUDGET_MAX = 20, 1024  # tree.cuh
 SAMPLE_CHUNK, SAMPLE_PART, SAMPLE_SCRATCH = 4096, 48, 18_304  # sampling.cuh: tokens of a chunk, bytes; asserted there
 SAMPLE_BLOCKS = 8  # of the race, about, on each multiprocessor: two waves of four
-ANY_KEYS, ANY_BLOCKS = 128, 4  # tree_attention_any.cuh: keys of a round; blocks for each multiprocessor
 FEW_ROWS = 8
 GROUPED_ROWS = 32
 
@@ -274,13 +273,6 @@ class Kernels:
     # Experts
 
     def router_scores(self, logits: Array, over_all: bool) -> Array:
-    def splits_of_any(self, query_rows: int, kv_rank: int, keys: int) -> tuple[int, int]:
-        """The same for sizes that have no tiled form: ANY_KEYS keys a part or more, up to some blocks for each multiprocessor."""
-        wanted = max(1, ANY_BLOCKS * self.device.processors // query_rows)
-        room = max(1, WORKSPACE_MAX // (4 * query_rows * (kv_rank + 2)))
-        each = _round_up(-(-keys // min(wanted, room)), ANY_KEYS)
-        return max(1, -(-keys // each)), each
-
         out = self.device.empty(logits.shape, np.float32)
         if out.size:
             self.device.launch("router_scores_f32", (logits.shape[0],), 128, (logits, out, logits.shape[1], int(over_all)))
