@@ -15,7 +15,7 @@ import numpy as np
 from campaigns.case import Case, OpCase, SessionCase, TreeCase
 from campaigns.operands import REFUSED, REGIMES
 from campaigns.plan import depths, hit_path, tree_parents
-from campaigns.regions import REGIONS, regions
+from campaigns.regions import REGIONS, TIED_WEIGHTS, regions
 from campaigns.strategies import OP_SHAPES, WEIGHT_SEEDS, in_frozen_mix
 from campaigns.weights import REGIMES as WEIGHT_REGIMES
 from reports.cells import AXES, PAGE, UNREACHABLE, Cell, reachable
@@ -25,7 +25,6 @@ Region = tuple[str, str]
 
 BUGZOO = "BUGZOO region"
 TILE = 16  # the smallest tile of common kernels; its neighbours are the off-boundary sizes
-TIES = {"tied-vocabulary": "vocabulary", "tied-experts": "experts"}  # regime of the weights -> class
 SEQUENCE_HAZARDS, ROW_HAZARDS = frozenset({"fork", "evict", "orphan"}), frozenset({"late", "interleaved"})
 SIZE_WORDS = ("T", "K", "N", "S", "V", "M", "E")
 
@@ -70,7 +69,7 @@ def crossed(case: Case) -> Iterator[Cell]:
     if not isinstance(case, SessionCase):
         return
     dtype = next((str(value) for name, value in case.overrides if name == "cache_format"), "float32")
-    ties = TIES.get(case.regime, "none")
+    ties = TIED_WEIGHTS.get(case.regime, "none")
     lengths = dict(enumerate(length for length, _ in case.prompts))
     late = dict([lengths.popitem()]) if "late" in case.hazards and len(lengths) > 1 else {}
     for number, trees in enumerate(case.rounds):
@@ -106,7 +105,7 @@ def witness(cell: Cell, seed: int = 0) -> SessionCase:
     length = {"0": PAGE, "1": PAGE + 1, "15": PAGE - 1, "other": PAGE + 2}[prefix] - earlier
     prompts = {"alone": (length,), "equal": (length, length), "unequal": (length, length + 1)}[batch]
     by_class = {"none": (), "sequences": ("evict",), "rows": ("interleaved",), "memory": ("repeat",)}
-    regime = next((name for name, word in TIES.items() if word == ties), "ordinary")
+    regime = next((name for name, word in TIED_WEIGHTS.items() if word == ties), "ordinary")
     return SessionCase(
         "tiny", () if dtype == "float32" else (("cache_format", dtype),), seed % WEIGHT_SEEDS, regime,
         tuple((rows, seed * 31 + number) for number, rows in enumerate(prompts)), (*((),) * earlier, (nodes,)), hazards=by_class[hazard],

@@ -25,8 +25,17 @@ REGIONS: dict[int, str] = {
 }
 BOUNDARIES = (4, 8, 16, 32, 64, 128)  # tiles and pages of common kernels
 LARGE_KEYS, LARGE_ROWS = 256, 32  # beyond what an index that is narrowed for tests can reach
-EXTREME_WEIGHTS = frozenset({"large-scores", "tiny-latents", "cold-router", "outlier-channel"})
-TIED_WEIGHTS = frozenset({"tied-vocabulary", "tied-experts"})
+EXTREME_WEIGHTS = frozenset(
+    {"large-scores", "tiny-latents", "tiny-embeddings", "cold-router", "silent-router", "faint-router", "outlier-channel"}
+)
+TIED_WEIGHTS = {  # regime -> what ties
+    "tied-vocabulary": "vocabulary",
+    "equal-maxima": "vocabulary",
+    "tied-experts": "experts",
+    "level-router": "experts",
+}
+CROWDED_WEIGHTS = frozenset({"hot-expert"})  # every token on one expert, others without any
+LAID_OUT_WEIGHTS, POISONED_WEIGHTS = frozenset({"views"}), frozenset({"poisoned-margins", "fenced"})
 PARAMETERS = {"eps": 1e-6, "routed_scale": 1.0, "scale": 1.0, "norm_top_k": 1.0, "groups": 1.0}
 POISON = frozenset({"poison", "fence", "guard"})
 
@@ -77,9 +86,11 @@ def _of_session(case: SessionCase) -> set[int]:
     out = {1} if any(beside(length) for length in lengths) else set()
     out |= {2} if case.overrides or case.preset != "tiny" else set()
     out |= {3} if len(case.rounds) > 1 or case.chunk or case.relation else set()
-    out |= {4} if 1 in lengths or any(len(tree) == 1 for tree in trees) else set()
+    out |= {4} if 1 in lengths or any(len(tree) == 1 for tree in trees) or case.regime in CROWDED_WEIGHTS else set()
+    out |= {5} if case.regime in LAID_OUT_WEIGHTS else set()
+    out |= {6} if case.regime in POISONED_WEIGHTS else set()
     out |= {7} if case.regime in EXTREME_WEIGHTS else set()
-    out |= {8} if len(set(lengths)) > 1 or "late" in case.hazards else set()
+    out |= {8} if len(set(lengths)) > 1 or "late" in case.hazards or case.regime in CROWDED_WEIGHTS else set()
     out |= {9} if any(len(set(tree)) < len(tree) for tree in trees) else set()
     out |= {10} if rows_of(case) > LARGE_ROWS else set()
     out |= {11} if case.regime in TIED_WEIGHTS else set()

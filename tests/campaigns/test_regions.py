@@ -15,8 +15,18 @@ from campaigns import coverage
 from campaigns.case import Case, GenerateCase, OpCase, SessionCase, TreeCase
 from campaigns.discover import Discovery, diet_of
 from campaigns.plan import Planner, depths, session_script
-from campaigns.regions import EXTREME_WEIGHTS, REGIONS, beside, regions
+from campaigns.regions import (
+    CROWDED_WEIGHTS,
+    EXTREME_WEIGHTS,
+    LAID_OUT_WEIGHTS,
+    POISONED_WEIGHTS,
+    REGIONS,
+    TIED_WEIGHTS,
+    beside,
+    regions,
+)
 from campaigns.trial import Outcome
+from campaigns.weights import REGIMES as WEIGHT_REGIMES
 from impls.registry import resolve
 from reports import cells
 
@@ -48,6 +58,14 @@ def test_a_region_knows_its_cases(number: int) -> None:
     inside, outside = WITNESSES[number]
     assert number in regions(inside)
     assert number not in regions(outside)
+
+
+def test_every_regime_of_the_weights_that_is_named_exists() -> None:
+    named = EXTREME_WEIGHTS | TIED_WEIGHTS.keys() | CROWDED_WEIGHTS | LAID_OUT_WEIGHTS | POISONED_WEIGHTS
+    assert named <= WEIGHT_REGIMES.keys()
+    assert set(TIED_WEIGHTS.values()) == set(cells.AXES["ties"]) - {"none"}
+    reached = {number for regime in named for number in regions(dataclasses.replace(PLAIN, regime=regime))}
+    assert reached - regions(PLAIN) == {4, 5, 6, 7, 8, 11}
 
 
 def test_tree_cases_have_regions_as_well() -> None:
