@@ -41,8 +41,9 @@ SELECT_PATHS = 1024  # tree.cuh: the least capacity of best_first_select
 DEPTH_MAX, BUDGET_MAX = 20, 1024  # tree.cuh
 SAMPLE_CHUNK, SAMPLE_PART, SAMPLE_SCRATCH = 4096, 48, 18_304  # sampling.cuh: tokens of a chunk, bytes; asserted there
 SAMPLE_BLOCKS = 8  # of the race, about, on each multiprocessor: two waves of four
+ANY_KEYS, ANY_BLOCKS = 128, 4  # tree_attention_any.cuh: keys of a round; blocks for each multiprocessor
 FEW_ROWS = 8
-GROUPED_ROWS = 32
+GROUPED_ROWS, GROUPED_FEW = 32, (2, 8, 16)  # moe.cuh: rows of a tile
 
 
 @dataclass(frozen=True)
@@ -234,14 +235,27 @@ class Kernels:
             return out
         table, size = (None, 1) if pages is None else (pages.table, pages.size)
         words = bits.shape[1]
-        if self.plain or (kv_rank, width) != (TILED_RANK, TILED_WIDTH):
+        query_rows = rows * heads
+        if self.plain:
             self.device.launch(
-                "tree_attention_plain_bf16" if narrow else "tree_attention_plain_f32", (rows * heads,), 128,
+                "tree_attention_plain_bf16" if narrow else "tree_attention_plain_f32", (query_rows,), 128,
                 (q, cache, table, size, bits, words, heads, kv_rank, width, prefix_len, keys, float(scale), out, None),
                 4 * (width + 128 + 4),
             )  # fmt: skip
             return out
-        query_rows = rows * heads
+        if (kv_rank, width) != (TILED_RANK, TILED_WIDTH):
+            splits, per_split = self.splits_of_any(query_rows, kv_rank, keys)
+            part_out = self.device.empty((splits, query_rows, kv_rank), np.float32) if splits > 1 else None
+            part_stat = self.device.empty((splits, query_rows, 2), np.float32) if splits > 1 else None
+            columns = min(ANY_KEYS, 1 << (kv_rank - 1).bit_length())
+            self.device.launch(
+                "tree_attention_any_bf16" if narrow else "tree_attention_any_f32", (query_rows, splits), ANY_KEYS,
+                (q, cache, table, size, bits, words, heads, kv_rank, width, prefix_len, keys, per_split, float(scale), out, part_out, part_stat, None),
+                4 * (3 * ANY_KEYS + width + 4 + ANY_KEYS // columns * kv_rank),
+            )  # fmt: skip
+            if splits > 1:
+                self.device.launch("tree_attention_any_merge", (query_rows,), 128, (part_out, part_stat, splits, query_rows, kv_rank, out))
+            return out
         form = self.mma_form if narrow else self.float32_form
         splits, per_split = self.splits(query_rows, keys, form.rows)
         if form == WGMMA and splits == 2 and self.device.clusters:
@@ -259,6 +273,13 @@ class Kernels:
         if not joined:
             self.device.launch("tree_attention_merge_f32", (query_rows,), 128, (part_out, part_stat, splits, query_rows, kv_rank, out))
         return out
+
+    def splits_of_any(self, query_rows: int, kv_rank: int, keys: int) -> tuple[int, int]:
+        """The same for sizes that have no tiled form: ANY_KEYS keys a part or more, up to some blocks for each multiprocessor."""
+        wanted = max(1, ANY_BLOCKS * self.device.processors // query_rows)
+        room = max(1, WORKSPACE_MAX // (4 * query_rows * (kv_rank + 2)))
+        each = _round_up(-(-keys // min(wanted, room)), ANY_KEYS)
+        return max(1, -(-keys // each)), each
 
     def splits(self, query_rows: int, keys: int, rows: int) -> tuple[int, int]:
         """(parts of the keys, keys a part): enough blocks of `rows` query rows for the device, at least two tiles a part, and workspace within
@@ -300,14 +321,20 @@ class Kernels:
         pairs = rows * chosen
         starts, order = self.device.empty((experts + 1,), np.int32), self.device.empty((pairs,), np.int32)
         if pairs:
-            self.device.launch(
-                "moe_group", (1,), min(1024, _round_up(experts, 32)), (ids, starts, order, pairs, experts), 4 * (experts + 1)
-            )
+            self.device.launch("moe_group", (1,), min(1024, 32 * experts), (ids, starts, order, pairs, experts), 4 * (experts + 1))
+
+        few = GROUPED_FEW[0] if pairs <= experts else GROUPED_FEW[1] if pairs <= GROUPED_FEW[1] * experts else GROUPED_FEW[2]
 
         def grouped(a: Array, divisor: int, w: Array) -> Array:
             inner, cols = w.shape[1:]
             out = self.device.empty((rows, chosen, cols), np.float32)
-            if out.size:
+            if out.size and pairs <= GROUPED_ROWS * experts and not self.plain:
+                tiles = min(pairs, experts) + pairs // few
+                self.device.launch(
+                    f"matmul_grouped_rows{few}_f32", (-(-cols // 32), tiles, 1), 256,
+                    (a, divisor, w, None, starts, order, out, None, experts, cols, inner),
+                )  # fmt: skip
+            elif out.size:
                 tiles = min(pairs, experts) + pairs // GROUPED_ROWS
                 self.device.launch(
                     "matmul_grouped_f32", (-(-cols // 64), tiles), 256, (a, divisor, w, starts, order, out, experts, cols, inner)

@@ -47,7 +47,7 @@ PLANTS: tuple[Plant, ...] = (
     ),
     Plant(
         "empty-row",  # [h] NaN for a row that sees nothing
-        "        const float base = top == minus_infinity() ? 0.0f : top;  // nothing visible yet: every weight is exp(-inf) = 0",
+        "        const float base = top == minus_infinity() ? 0.0f : top;  // nothing is seen yet: each weight is exp(-inf) = 0",
         "        const float base = top;",
         "tree_attention",
         "the guard for rows that see nothing is gone",

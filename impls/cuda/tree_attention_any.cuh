@@ -60,7 +60,7 @@ PARITREE_INLINE void tree_attention_any(const Element* query, const Element* cac
         if ((thread & 31) == 0) partial[thread >> 5] = warp_top;
         __syncthreads();
         const float top = fmaxf(row_max, fmaxf(fmaxf(partial[0], partial[1]), fmaxf(partial[2], partial[3])));
-        const float base = top == minus_infinity() ? 0.0f : top;  // nothing visible yet: every weight is exp(-inf) = 0
+        const float base = top == minus_infinity() ? 0.0f : top;  // nothing is seen yet: each weight is exp(-inf) = 0
         const float weight = expf(score - base);
         weights[thread] = weight;
         __syncthreads();
