@@ -1,7 +1,8 @@
 """python -m benchmarks.gpu [--sections trials,timing,...] [--trials N]: everything that is claimed about a GPU, in one call, as one JSON.
 
 Sections: `trials` (judged operations in parallel), `production` (the same at production sizes, rows and heads sampled by the judge), `plants`
-(bugs in the device code, caught and localised), `sanitizer` (memcheck, racecheck, initcheck over the named checks), `sessions` (of the native engine, in three
+(bugs in the device code and under graph replay, caught and localised), `hazards` (streams out of order, an error that sticks: gpu_hazards.py), `round` (one round
+of the native engine beside transformers under CUDA graphs: gpu_round.py), `sanitizer` (memcheck, racecheck, initcheck over the named checks), `sessions` (of the native engine, in three
 precisions), `native` (operations of the native engine through the C ABI, likewise), `suite` (the named checks of tests/impls/test_cuda_suite.py), `timing` (kernels beside
 their floors), `peers` (torch on the same data). The report goes to $OUT/gpu.json, or to benchmarks/results/cuda-<device>.json.
 """
@@ -20,11 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_peers, gpu_sessions, gpu_timing, gpu_trials
+from benchmarks import gpu_hazards, gpu_peers, gpu_round, gpu_sessions, gpu_timing, gpu_trials
 
 ROOT = Path(__file__).resolve().parents[1]
 SANITIZER_SECONDS = 90  # of one tool
-SECTIONS = ("trials", "production", "plants", "sessions", "native", "suite", "timing", "peers", "sanitizer")
+SECTIONS = ("trials", "production", "plants", "hazards", "sessions", "native", "suite", "timing", "peers", "round", "sanitizer")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "native": lambda: native(chosen.trials // 5, chosen.processes),
         "production": lambda: production(chosen.trials // 10, chosen.processes),
         "plants": lambda: planted(chosen.processes),
+        "hazards": lambda: hazards(chosen.trials // 100, chosen.processes),
+        "round": rounds,
         "suite": suite,
         "sanitizer": sanitizer,
         "timing": lambda: gpu_timing.all_timings(log),
@@ -93,7 +96,10 @@ def production(count: int, processes: int) -> dict[str, Any]:
 
 
 def planted(processes: int) -> dict[str, Any]:
+    from impls.cuda import build
+
     rows = gpu_trials.parallel_plants(processes)
+    rows += gpu_hazards.graph_plants(str(build.library(defines=(build.PLANTED,))), processes)
     for row in rows:
         log(f"{row['plant']:20s} {row['op']:16s} caught {row['caught']}  localised {row['localised']}  {str(row['first'])[-110:]}")
     return {
@@ -102,6 +108,24 @@ def planted(processes: int) -> dict[str, Any]:
         "of": len(rows),
         "plants": rows,
     }
+
+
+def hazards(trials: int, processes: int) -> dict[str, Any]:
+    found = {"sticky": gpu_hazards.sticky("cuda:wild-address"), "streams": gpu_hazards.streams(trials, processes)}
+    log(
+        f"illegal address: blamed {found['sticky']['blamed']}, {found['sticky']['workers_replaced']} workers replaced, holds {found['sticky']['holds']}"
+    )
+    late = found["streams"]["trials"]
+    log(
+        f"late producers: {late['trials']} trials, {late['findings']} findings; launches astray are found: {found['streams']['plant']['caught']}"
+    )
+    return found
+
+
+def rounds() -> list[dict[str, Any]]:
+    from impls.cuda import build
+
+    return gpu_round.measured(str(build.library()), tuple(gpu_round.MODELS), ("float32", "bf16"), log)
 
 
 def sanitizer() -> dict[str, Any]:
