@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from impls.cuda.device import Array, CupyDevice
-from impls.cuda.kernels import MMA16, MMA32, RESIDENT, SPLIT16, SPLIT32, TILED, WGMMA, Kernels
+from impls.cuda.kernels import MMA16, MMA32, RESIDENT, SPLIT16, SPLIT32, TILED, WGMMA, Draws, Kernels
+from spec.sampling import Sampling
 
 FLOAT32_RATE = 60e12  # operations a second, FMA counted twice: 132 multiprocessors x 128 lanes x 2 x 1.785 GHz
 BF16_RATE = 790e12  # measured on random data, 8192^3 product of torch 2.11 on an H200
@@ -87,6 +88,7 @@ def all_timings(log: Callable[[str], None]) -> list[dict[str, Any]]:
 
     _attention(cupy, kernels, note)
     _trees(cupy, kernels, note)
+    _sampling(cupy, kernels, note)
     _products(cupy, kernels, note)
     return [asdict(timing) for timing in out]
 
@@ -229,6 +231,28 @@ def _trees(cupy: Any, kernels: Kernels, note: Callable[[Timing], None]) -> None:
         logits = rng.standard_normal((budget + 1, VOCAB), dtype=np.float32)
         median, least = time_events(cupy, captured(cupy, lambda i, logits=logits: kernels.argmax(logits), 2), calls=2)
         note(Timing("argmax", f"{budget + 1} x {VOCAB}", median, least, logits.nbytes / BANDWIDTH * 1e6, "the logits read once"))
+
+
+def _sampling(cupy: Any, kernels: Kernels, note: Callable[[Timing], None]) -> None:
+    """Draws of rows after histories of about 1,000 tokens; 65 and 513 rows are the nodes of trees."""
+    rng = cupy.random.default_rng(4)
+    rules = {
+        "temperature 0.8": Sampling(temperature=0.8, seed=3),
+        "top-p 0.9": Sampling(temperature=0.8, top_p=0.9, seed=3),
+        "top-k 50": Sampling(temperature=0.8, top_k=50, seed=3),
+        "penalties": Sampling(temperature=0.8, repetition_penalty=1.2, presence_penalty=0.2, seed=3),
+    }
+    status = kernels.device.zeros((1,), np.int32)
+    for rows in (1, 65, 513):
+        logits = rng.standard_normal((rows, VOCAB), dtype=np.float32) * 2.5
+        for name, sampling in rules.items():
+            draws = kernels.draws(sampling, [list(range(1000 + row % 7)) for row in range(rows)], [10] * rows, list(range(rows)))
+
+            def call(i: int, logits: Array = logits, draws: Draws = draws) -> Array:
+                return kernels.sample(logits, draws, status)
+
+            median, least = time_events(cupy, captured(cupy, call, 2), 10, calls=2)
+            note(Timing(f"sample, {name}", f"{rows} x {VOCAB}", median, least, logits.nbytes / BANDWIDTH * 1e6, "the logits read once"))
 
 
 def _products(cupy: Any, kernels: Kernels, note: Callable[[Timing], None]) -> None:

@@ -5,18 +5,15 @@
 // Candidates by (logit descending, id ascending), exactly: one 64-bit integer per candidate (common.cuh, `ranked`), radix selection,
 // then a sort of what is left. logZ = max + log(sum exp(logit - max)) in float32, block sums joined in order of the blocks.
 //   draft_table_plain  one block a row: `width` passes of argmax; read this one first
-//   draft_scan, draft_collect, draft_finish   three launches: maxima, sums and a histogram of the 12 upper bits of the keys; candidates whose
-//                      bin is not below the bin of the last one wanted; per row exact selection among them, sort, log-probabilities
-//   draft_table_once   one launch that reads each logit once, for what may keep a workspace between calls
+//   draft_table_once   one launch that reads each logit once: many blocks a row filter candidates by a histogram of the 12 upper bits of the keys,
+//                      the last block of a row selects among them exactly, sorts, and subtracts logZ
 #pragma once
 #include "common.cuh"
 
 namespace paritree {
 namespace draft {
-constexpr int THREADS = 256, PER_THREAD = 16, CHUNK = THREADS * PER_THREAD;  // logits of a block of draft_scan and draft_collect
 constexpr int BIN_BITS = 12, BINS = 1 << BIN_BITS;
 constexpr int SORT_MAX = 4096;  // candidates sorted at once: 32 KiB
-constexpr int FINISH_THREADS = 1024;
 }  // namespace draft
 
 PARITREE_INLINE bool refused_logit(float x) { return x != x || x == -minus_infinity(); }
@@ -65,178 +62,6 @@ extern "C" __global__ void draft_table_plain(const float* logits, int* ids, floa
         }
     }
 }
-
-// grid (ceil(vocab / 4096), depths), block 256; parts [depths, gridDim.x, 2], histogram [depths, 4096] zero before
-extern "C" __global__ void __launch_bounds__(256)
-draft_scan(const float* logits, float* parts, unsigned* histogram, int* status, int vocab) {
-    using namespace paritree;
-    using namespace paritree::draft;
-    __shared__ unsigned bins[BINS];
-    __shared__ float scratch[32];
-    const float* row = logits + static_cast<long long>(blockIdx.y) * vocab;
-    const int begin = blockIdx.x * CHUNK;
-    for (int b = threadIdx.x; b < BINS; b += THREADS) bins[b] = 0;
-    float own[PER_THREAD], top = minus_infinity();
-    bool refused = false;
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-        const int v = begin + i * THREADS + threadIdx.x;
-        own[i] = v < vocab ? row[v] : minus_infinity();
-        refused = refused || refused_logit(own[i]);
-        top = fmaxf(top, own[i]);
-    }
-    if (refused) atomicOr(status, STATUS_NOT_FINITE);
-    top = block_max(top, scratch);  // its barriers also separate the zeroing from the counting
-    const float base = top == minus_infinity() ? 0.0f : top;
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-        total += expf(own[i] - base);
-        if (begin + i * THREADS + static_cast<int>(threadIdx.x) < vocab) atomicAdd(&bins[ordered(own[i]) >> (32 - BIN_BITS)], 1u);
-    }
-    total = block_sum(total, scratch);
-    if (threadIdx.x == 0) {
-        float* part = parts + (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * 2;
-        part[0] = top;
-        part[1] = total;
-    }
-    for (int b = threadIdx.x; b < BINS; b += THREADS)
-        if (bins[b]) atomicAdd(&histogram[blockIdx.y * BINS + b], bins[b]);
-}
-
-// the same grid; candidates [depths, vocab] in any order, counts [depths] zero before
-extern "C" __global__ void __launch_bounds__(256)
-draft_collect(const float* logits, const unsigned* histogram, unsigned long long* candidates, unsigned* counts, int vocab, int width) {
-    using namespace paritree;
-    using namespace paritree::draft;
-    __shared__ unsigned sums[THREADS];
-    __shared__ unsigned threshold, found, first;
-    const float* row = logits + static_cast<long long>(blockIdx.y) * vocab;
-    const unsigned* bins = histogram + blockIdx.y * BINS;
-    // thread t holds the 16 bins that are t-th from above; the threshold bin is where the count from above reaches `width`
-    constexpr int PER = BINS / THREADS;
-    const int high = BINS - 1 - static_cast<int>(threadIdx.x) * PER;
-    unsigned own[PER], sum = 0;
-#pragma unroll
-    for (int i = 0; i < PER; ++i) sum += own[i] = bins[high - i];
-    sums[threadIdx.x] = sum;
-    if (threadIdx.x == 0) found = 0;
-    for (int step = 1; step < THREADS; step <<= 1) {
-        __syncthreads();
-        const unsigned before = static_cast<int>(threadIdx.x) >= step ? sums[threadIdx.x - step] : 0;
-        __syncthreads();
-        sums[threadIdx.x] += before;
-    }
-    __syncthreads();
-    const unsigned wanted = static_cast<unsigned>(width);
-    unsigned above = sums[threadIdx.x] - sum;
-    if (above < wanted && above + sum >= wanted) {
-        for (int i = 0; i < PER; ++i) {
-            above += own[i];
-            if (above >= wanted) {
-                threshold = static_cast<unsigned>(high - i);
-                break;
-            }
-        }
-    }
-    __syncthreads();
-    // places are reserved once a block, so that few blocks meet at a counter
-    const int begin = blockIdx.x * CHUNK;
-    unsigned keys[PER_THREAD];
-    unsigned places[PER_THREAD];
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-        const int v = begin + i * THREADS + threadIdx.x;
-        keys[i] = v < vocab ? ordered(row[v]) : 0;
-        places[i] = 0;
-        if (v < vocab && (keys[i] >> (32 - BIN_BITS)) >= threshold) places[i] = 1 + atomicAdd(&found, 1u);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0 && found) first = atomicAdd(&counts[blockIdx.y], found);
-    __syncthreads();
-    unsigned long long* target = candidates + static_cast<long long>(blockIdx.y) * vocab + first - 1;
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i)
-        if (places[i]) target[places[i]] = ranked(keys[i], begin + i * THREADS + static_cast<int>(threadIdx.x));
-}
-
-// grid (depths), block 1024; dynamic shared memory: 4096 * 8 bytes
-extern "C" __global__ void __launch_bounds__(1024)
-draft_finish(const float* parts, const unsigned long long* candidates, const unsigned* counts, int* ids, float* log_probs, int part_count, int vocab,
-             int width) {
-    using namespace paritree;
-    using namespace paritree::draft;
-    PARITREE_SHARED(unsigned long long, held);  // [SORT_MAX]
-    __shared__ unsigned bins[256];
-    __shared__ unsigned long long prefix_shared;
-    __shared__ unsigned left_shared, taken;
-    __shared__ float log_sum;
-    const unsigned long long* own = candidates + static_cast<long long>(blockIdx.x) * vocab;
-    unsigned count = counts[blockIdx.x];
-    if (threadIdx.x == 0) taken = 0;
-    if (threadIdx.x < 32) {  // logZ: lanes take every 32nd part, then a tree
-        const float* row_parts = parts + static_cast<long long>(blockIdx.x) * part_count * 2;
-        float top = minus_infinity();
-        for (int s = threadIdx.x; s < part_count; s += 32) top = fmaxf(top, row_parts[2 * s]);
-        top = warp_max(top);
-        const float base = top == minus_infinity() ? 0.0f : top;
-        float total = 0.0f;
-        for (int s = threadIdx.x; s < part_count; s += 32) total += row_parts[2 * s + 1] * expf(row_parts[2 * s] - base);
-        total = warp_sum(total);
-        if (threadIdx.x == 0) log_sum = top == minus_infinity() ? top : top + logf(total);
-    }
-    if (count <= SORT_MAX) {
-        for (unsigned i = threadIdx.x; i < count; i += FINISH_THREADS) held[i] = own[i];
-    } else {
-        // many equal logits: the exact width-th rank, eight bits at a time from above; ranks are unique
-        unsigned long long prefix = 0;
-        unsigned left = static_cast<unsigned>(width);
-        for (int shift = 56; shift >= 0; shift -= 8) {
-            __syncthreads();
-            if (threadIdx.x < 256) bins[threadIdx.x] = 0;
-            __syncthreads();
-            for (unsigned i = threadIdx.x; i < count; i += FINISH_THREADS)
-                if (shift == 56 || own[i] >> (shift + 8) == prefix) atomicAdd(&bins[own[i] >> shift & 255u], 1u);
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                int digit = 255;
-                for (; digit > 0 && bins[digit] < left; --digit) left -= bins[digit];
-                prefix_shared = prefix << 8 | static_cast<unsigned>(digit);
-                left_shared = left;
-            }
-            __syncthreads();
-            prefix = prefix_shared;
-            left = left_shared;
-        }
-        for (unsigned i = threadIdx.x; i < count; i += FINISH_THREADS)
-            if (own[i] >= prefix) held[atomicAdd(&taken, 1u)] = own[i];
-        count = static_cast<unsigned>(width);
-    }
-    unsigned padded = 1;
-    while (padded < count) padded <<= 1;
-    for (unsigned i = count + threadIdx.x; i < padded; i += FINISH_THREADS) held[i] = 0;
-    __syncthreads();
-    // bitonic, descending
-    for (unsigned size = 2; size <= padded; size <<= 1)
-        for (unsigned step = size >> 1; step; step >>= 1) {
-            for (unsigned i = threadIdx.x; i < padded / 2; i += FINISH_THREADS) {
-                const unsigned low = 2 * i - (i & (step - 1)), high = low + step;
-                const unsigned long long a = held[low], b = held[high];
-                if ((a < b) == ((low & size) == 0)) {
-                    held[low] = b;
-                    held[high] = a;
-                }
-            }
-            __syncthreads();
-        }
-    for (int k = threadIdx.x; k < width; k += FINISH_THREADS) {
-        const long long at = static_cast<long long>(blockIdx.x) * width + k;
-        ids[at] = index_of(held[k]);
-        log_probs[at] = log_prob(unordered(static_cast<unsigned>(held[k] >> 32)), log_sum);
-    }
-}
-
-// ---- one launch -------------------------------------------------------------------------------------------------------
 
 namespace paritree {
 namespace draft {

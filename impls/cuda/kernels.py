@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from impls.cuda.device import Array, Device
 from spec.engine import Unsupported
@@ -380,7 +381,8 @@ class Kernels:
         bias_tokens = np.array([token for token, _ in sampling.logit_bias], np.int32)
         biases = np.array([bias for _, bias in sampling.logit_bias], np.float64)
         history = np.array([token for own in histories for token in own], np.int32)
-        return Draws(*map(self.device.upload, (rule, bias_tokens, biases, history, np.ascontiguousarray(streams))))
+        arrays: tuple[NDArray[Any], ...] = (rule, bias_tokens, biases, history, np.ascontiguousarray(streams))
+        return Draws(*map(self.device.upload, arrays))
 
     def sample(
         self, logits: Array, draws: Draws, status: Array, *, tokens: Array | None = None, parents: Array | None = None, count: Array | None = None
