@@ -24,7 +24,7 @@ from campaigns.probes import PROBE, PROBES
 from campaigns.relations import twin
 from oracles.answers import of_failure
 from oracles.audit import judge_height, judge_precision
-from oracles.generation import Explain
+from oracles.generation import Explain, Rerun
 from oracles.judge import judge_op
 from oracles.judgement import RUNGS, Judgement, Verdict, worst
 from oracles.relations import judge_relation
@@ -231,10 +231,12 @@ def proven_by_taps(related: list[Judgement], description: Description, runs: lis
 def explainer(worker: Worker, script: Script, judge: SessionJudge) -> Explain:
     """For a token of the engine's own loop that is not the golden one: the engine runs its history again, with taps, and is judged."""
 
-    def explain(history: tuple[int, ...]) -> list[Judgement]:
+    def explain(history: tuple[int, ...]) -> Rerun:
         rows, want = prefill_rows([np.array(history, np.int32)])
         again = Script(script.config, script.weights, (Forward(rows, want, "prefill"),))
-        return judge.judge(again, worker.script(again))
+        trace = worker.script(again)
+        logits = trace.answers[0].logits if trace.answers else None
+        return Rerun(judge.judge(again, trace), logits[-1] if logits is not None and len(logits) else None)
 
     return explain
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +32,17 @@ from spec.tree import TreeError, accept_greedy, best_first_tree, check_structure
 if TYPE_CHECKING:
     from oracles.session import SessionJudge
 
-Explain = Callable[[tuple[int, ...]], list[Judgement]]
-"""history -> the judgements of a fresh session of the same engine that runs exactly this history with taps, logits of the last row wanted."""
+
+@dataclass(frozen=True)
+class Rerun:
+    """A history once more, in a fresh session of the same engine with taps: its judgements, and the engine's own last row of logits."""
+
+    judgements: list[Judgement]
+    logits: NDArray[np.float32] | None = None  # [V]; None where the engine gave none
+
+
+Explain = Callable[[tuple[int, ...]], Rerun]
+"""Runs exactly this history."""
 RUNG = "whole loop"
 OF_TABLE = frozenset({"T1", "T2", "T4", "T8"})  # rules of the table that a tree is built from
 
@@ -236,7 +246,7 @@ def _judge_tokens(
         if step.sampling is not None:
             rivals = [bound.margin_bound(at, int(found[at]), token) for token in range(golden.shape[1]) if token != found[at]]
             judgement = _judge_draw(
-                step.sampling, draws[at], int(found[at]), int(due[at]), max(rivals, default=0.0), place, number, emitted
+                step.sampling, draws[at], int(found[at]), int(due[at]), max(rivals, default=0.0), place, number, emitted, explain
             )
             judged.append(judgement)
             if judgement.verdict in FINDINGS:
@@ -250,7 +260,9 @@ def _judge_tokens(
         limit = bound.margin_bound(at, int(found[at]), int(due[at]))
         verdict, reason, limit = decide(margin, False, limit)
         if verdict is Verdict.UNVERIFIED and explain is not None:
-            verdict, reason = explained(explain(tuple(streams[sequence][: len(step.prompts[sequence]) + place].tolist())), reason)
+            verdict, reason = explained(
+                explain(tuple(streams[sequence][: len(step.prompts[sequence]) + place].tolist())).judgements, reason
+            )
         rule = _rule_of(generations[sequence], place)
         text = (
             f"sequence {sequence} emitted token {int(found[at])} at {place}, but the spec {int(due[at])} after the same history, by a margin of "
@@ -278,10 +290,22 @@ def _draws(step: Generate, generations: list[Generation], golden: NDArray[np.flo
     return out
 
 
-def _judge_draw(sampling: Sampling, draw: Draw, found: int, due: int, limit: float, place: int, number: int, emitted: int) -> Judgement:
+def _judge_draw(
+    sampling: Sampling,
+    draw: Draw,
+    found: int,
+    due: int,
+    limit: float,
+    place: int,
+    number: int,
+    emitted: int,
+    explain: Explain | None = None,
+) -> Judgement:
     """A token that is not the golden draw. `limit`: how far honest rounding moves `found` against any other token, at most."""
     gap = sampled.margin(sampling, draw, found)
     verdict, reason, limit = decide(gap, False, limit)
+    if verdict is Verdict.UNVERIFIED and explain is not None:
+        verdict, reason = explained_draw(explain(draw.history), sampling, draw, found, reason)
     text = (
         f"sequence {draw.sequence} drew token {found} at {place}, but the spec {due} after the same history with the same noise, by a margin of "
         f"{gap:.3g}; {reason} (S3)"
@@ -300,6 +324,19 @@ def _rule_of(generation: Generation, place: int) -> str:
         if place == reached - 1:
             return "A3"
     return "L1"
+
+
+def explained_draw(again: Rerun, sampling: Sampling, draw: Draw, found: int, reason: str) -> tuple[Verdict, str]:
+    """A draw is a decision on a row of logits: `found` is explained where every operation behind the engine's own row passed, and the draw from that
+    row, with the prescribed noise, is this token."""
+    finding = next((j for j in again.judgements if j.verdict in FINDINGS), None)
+    if finding is not None:
+        return Verdict.DEFECT, f"the same history with taps: {finding.message}"
+    if again.logits is None or any(j.verdict in (Verdict.UNVERIFIED, Verdict.UNSUPPORTED) for j in again.judgements):
+        return Verdict.UNVERIFIED, reason
+    if sampled.due(sampling, dataclasses.replace(draw, row=again.logits)) != found:
+        return Verdict.UNVERIFIED, reason
+    return Verdict.TIE, "with taps every operation behind it passed, and this is the draw from the engine's own logits, so rounding chose"
 
 
 def explained(judgements: list[Judgement], reason: str) -> tuple[Verdict, str]:

@@ -15,9 +15,11 @@ from campaigns.case import GenerateCase
 from impls.blocked.engine import BlockedEngine
 from impls.golden import GoldenEngine
 from oracles.ball import arithmetic
-from oracles.generation import explained, path_problem, round_problem
+from oracles.generation import Rerun, explained, explained_draw, path_problem, round_problem
 from oracles.judgement import Judgement, Verdict
+from oracles.sampled import Draw, due
 from spec.engine import Generation, Profile, Round
+from spec.sampling import Sampling
 from spec.script import Answer, Generate, Script, Trace
 from spec.tree import best_first_tree, draft_table
 
@@ -78,9 +80,9 @@ def test_a_wrong_token_is_a_statistical_defect_at_its_place_and_the_rest_is_stil
 def test_the_caller_can_explain_a_token_by_running_its_history_with_taps() -> None:
     asked: list[tuple[int, ...]] = []
 
-    def explain(history: tuple[int, ...]) -> list[Judgement]:
+    def explain(history: tuple[int, ...]) -> Rerun:
         asked.append(history)
-        return [Judgement(Verdict.TIE, "L1", "argmax", "token", "prefill")]
+        return Rerun([Judgement(Verdict.TIE, "L1", "argmax", "token", "prefill")])
 
     first("none", other_token(2), explain=explain)
     assert asked == []  # beyond the statistical bound there is nothing to explain
@@ -98,6 +100,29 @@ def test_the_rerun_with_taps_decides_what_rounding_may_have_done(rerun: list[Jud
     found, reason = explained(rerun, "nothing is known")
     assert found is verdict
     assert ("probs[1] is wrong" in reason) == (verdict is Verdict.DEFECT)
+
+
+def test_another_draw_is_explained_by_the_engines_own_proven_logits_alone() -> None:
+    """The golden row and the engine's differ by rounding, and the token is the draw from the engine's: with the noise that is prescribed, and no other."""
+    sampling = Sampling(temperature=0.7, seed=5)
+    row = np.random.default_rng(0).standard_normal(12).astype(np.float32)
+    draw = Draw(row, (3, 4, 5), 2, 0)
+    golden = due(sampling, draw)
+    own = row.copy()
+    own[golden] -= 3.0
+    found = due(sampling, Draw(own, (3, 4, 5), 2, 0))
+    assert found != golden
+    passed = Judgement(Verdict.WITHIN_BOUND, "N2", "matmul", "logits", "prefill")
+
+    def verdict(judgements: list[Judgement], logits: np.ndarray | None, token: int) -> Verdict:
+        return explained_draw(Rerun(judgements, logits), sampling, draw, token, "nothing is known")[0]
+
+    assert verdict([passed], own, found) is Verdict.TIE
+    assert verdict([passed], own, (found + 1) % 12) is Verdict.UNVERIFIED
+    assert verdict([passed], row, found) is Verdict.UNVERIFIED
+    assert verdict([passed], None, found) is Verdict.UNVERIFIED
+    assert verdict([passed, Judgement(Verdict.UNVERIFIED, "N2", "matmul", "logits", "prefill")], own, found) is Verdict.UNVERIFIED
+    assert verdict([passed, Judgement(Verdict.DEFECT, "C3", "softmax", "probs", "prefill")], own, found) is Verdict.DEFECT
 
 
 # ---- lengths ------------------------------------------------------------------------------------------------------------------
