@@ -24,7 +24,7 @@ from oracles.judgement import FINDINGS, Judgement, Verdict
 from oracles.noise import Noise, Rows, noise, shares_of
 from oracles.walk import JudgeModel
 from spec.engine import Profile
-from spec.script import Answer, Forward, Generate, Script, Step, Trace
+from spec.script import Answer, Commit, Evict, Fork, Forward, Generate, Script, Step, Trace
 
 BITS, CLOSE, TOKENS = "bit for bit", "within rounding", "token for token"
 
@@ -118,9 +118,12 @@ def _pairs(one: Run, two: Run, same_shapes: bool) -> NDArray[np.intp]:
 
 def _run(script: Script, trace: Trace) -> Run | None:
     """None where a batch has no finite answer of the right shape."""
-    answered: list[tuple[int, Step]] = [
-        (number, step) for number, (step, answer) in enumerate(zip(script.steps, trace.answers, strict=False)) if answer.failure is None
-    ]
+    answered: list[tuple[int, Step]] = []
+    for number, (step, answer) in enumerate(zip(script.steps, trace.answers, strict=False)):
+        if answer.failure is None:
+            answered.append((number, step))
+        elif isinstance(step, Forward | Commit | Fork | Evict):
+            break  # what follows would need its effect
     parts = []
     for number, step in answered:
         if isinstance(step, Forward):

@@ -153,3 +153,17 @@ def test_a_step_that_fails_in_the_second_run_only_is_a_finding() -> None:
     assert all(
         j.verdict is not Verdict.MALFORMED for j in judge_relation(relation, (base, first), (other, cut), first.description.profile, None)
     )
+
+
+def test_a_step_that_fails_and_lets_the_session_go_on_ends_the_comparison() -> None:
+    """A malformed answer of a forward does not end a session: the commit behind it has nothing to commit."""
+    base = session_script(dataclasses.replace(CASE, generate=None))
+    relation, other = twin(dataclasses.replace(CASE, relation="numbers"))
+    worker = InProcess(resolve("golden"))
+    first, second = worker.script(base), worker.script(other)
+    at = [number for number, step in enumerate(other.steps) if isinstance(step, Forward)][1]
+    answers = [Answer(failure=Failure("malformed", "3 rows")) if number == at else answer for number, answer in enumerate(second.answers)]
+    (judgement,) = judge_relation(
+        relation, (base, first), (other, dataclasses.replace(second, answers=answers)), first.description.profile, None
+    )
+    assert (judgement.verdict, judgement.message) == (Verdict.MALFORMED, f"run the other way only, step {at} (forward): 3 rows")
