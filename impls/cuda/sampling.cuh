@@ -8,14 +8,16 @@
 // its error cannot matter, pairs of doubles (about 100 bits) decide the rest, equal keys leave the lowest index, and keys that even those
 // cannot part raise STATUS_UNDECIDED instead of a guess.
 //
-// Truncation sorts nothing: what min-p, top-k and top-p keep is a head of the tokens in the order (z descending, id ascending), so that one
-// pass tells whether a given token is kept: by the tokens before it, their number and their mass. A winner of the race that is not kept
-// takes everything behind it out, and the race is run again before it.
+// What min-p, top-k and top-p keep is a head of the tokens in the order (z descending, id ascending). A head of top-k is selected as the
+// candidates of a draft tree are, and everything else happens within it. Without top-k nothing is sorted: one pass tells whether a given token
+// is kept, by the tokens before it, their number and their mass; a winner of the race that is not kept takes everything behind it out, and
+// the race is run again before it.
 //   sample_plain   one block a row, float64 for every token; read this one first
 //   sample_race    the race before truncation by many blocks a row: a float32 bound from above leaves a few tokens to float64
 //   sample_finish  one block a row: the best of the race, and what truncation asks
 #pragma once
 #include "common.cuh"
+#include "draft_table.cuh"
 
 namespace paritree {
 namespace sampling {
@@ -23,6 +25,8 @@ constexpr int STATUS_NO_DISTRIBUTION = 32;  // S1: NaN, +inf, or nothing finite 
 constexpr int STATUS_UNDECIDED = 64;        // S3: two numbers agree to about 85 bits
 
 constexpr int THREADS = 512, CHUNK = 4096;  // tokens whose counts a block holds at once
+constexpr int HEAD_MAX = 2048;              // candidates of top-k that a block sorts
+static_assert(THREADS == draft::ONCE_THREADS && CHUNK == draft::BINS, "selection as in draft_table.cuh");
 constexpr unsigned SEEN = 1u << 31, BIASED = 1u << 30, COUNT_MASK = BIASED - 1;
 
 // Fields of spec.sampling.Sampling, on the device, so that a captured graph reads those of its replay.
@@ -342,9 +346,12 @@ struct Bound {
 
 PARITREE_INLINE Bound everything(const Source& source) { return {minus_infinity_double(), source.vocab, 0.0f, false}; }
 
+PARITREE_INLINE bool is_ordinary(const Source& source) {
+    return !source.marked && source.rule->temperature > 0x1p-100 && source.rule->temperature < 0x1p100;
+}
+
 PARITREE_INLINE Bound bound_of(const Source& source, const Entry& token) {
-    const double temperature = source.rule->temperature;
-    const bool by_logit = !source.marked && temperature > 0x1p-100 && temperature < 0x1p100;
+    const bool by_logit = is_ordinary(source);
     return {token.z, token.index, by_logit ? source.logits[token.index] : 0.0f, by_logit};
 }
 
@@ -498,7 +505,8 @@ PARITREE_INLINE void place_in_order(const Source& source, long long wanted, unsi
 
 // Shared memory of one block a row.
 struct Scratch {
-    unsigned marks[CHUNK];
+    unsigned long long held[HEAD_MAX];
+    unsigned marks[CHUNK];  // of a row without marks: a histogram of its logits
     unsigned digits[256];
     Entry entries[THREADS / 32];
     double doubles[THREADS / 32];
@@ -585,6 +593,111 @@ PARITREE_INLINE bool mass_keeps(const Source& source, const Head& head, const En
     return exact.high < 0.0;
 }
 
+// The first candidates of an ordinary row in the order of truncation, `wanted` of them and whatever shares the last bin, as ranks in scratch.held;
+// their number, or -1 where there are more than fit. Selection as in draft_table.cuh: of all threads' maxima the lowest bounds what is counted.
+PARITREE_INLINE int gather_head(const Source& source, long long wanted, Scratch& scratch) {
+    float own = minus_infinity();
+    over_logits(source, [&](int, int, const float(&logit)[4]) { own = fmaxf(own, fmaxf(fmaxf(logit[0], logit[1]), fmaxf(logit[2], logit[3]))); });
+    const float least = static_cast<float>(-block_max(-static_cast<double>(own), scratch.doubles));
+    for (int i = threadIdx.x; i < CHUNK; i += THREADS) scratch.marks[i] = 0;
+    unsigned* size = &scratch.digits[64];
+    if (threadIdx.x == 0) *size = 0;
+    __syncthreads();
+    constexpr int SHIFT = 32 - draft::BIN_BITS;
+    over_logits(source, [&](int, int, const float(&logit)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (logit[i] >= least && logit[i] > minus_infinity()) atomicAdd(&scratch.marks[ordered(logit[i]) >> SHIFT], 1u);
+    });
+    __syncthreads();
+    const unsigned threshold = draft::threshold_bin(scratch.marks, static_cast<unsigned>(wanted), scratch.digits);
+    over_logits(source, [&](int first, int, const float(&logit)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (!(logit[i] > minus_infinity()) || ordered(logit[i]) >> SHIFT < threshold) continue;
+            const unsigned at = atomicAdd(size, 1u);
+            if (at < HEAD_MAX) scratch.held[at] = ranked(ordered(logit[i]), first + i);
+        }
+    });
+    __syncthreads();
+    const unsigned found = *size;
+    __syncthreads();
+    if (found > HEAD_MAX) return -1;
+    unsigned padded = 2;
+    while (padded < found) padded <<= 1;
+    for (unsigned i = found + threadIdx.x; i < padded; i += THREADS) scratch.held[i] = 0;
+    __syncthreads();
+    draft::sort_descending(scratch.held, padded);
+    return static_cast<int>(found);
+}
+
+// The draw of an ordinary row with top-k, from its head alone; -1 where float64 cannot tell what top-p keeps. `end`: the last one that top-k keeps.
+PARITREE_INLINE int drawn_from_head(const Source& source, const Noise& noise, Head& head, int size, Scratch& scratch, bool& undecided) {
+    const Rule& rule = *source.rule;
+    const auto z_at = [&](int place) {
+        double penalised;
+        return scaled(source, index_of(scratch.held[place]), 0, penalised);
+    };
+    int kept = static_cast<int>(min(static_cast<long long>(size), rule.top_k));
+    if (rule.ties_all) {
+        const unsigned last = static_cast<unsigned>(scratch.held[kept - 1] >> 32);
+        double equal = 0.0;
+        for (int i = kept + threadIdx.x; i < size; i += THREADS) equal += static_cast<unsigned>(scratch.held[i] >> 32) == last;
+        kept += static_cast<int>(block_sum(equal, scratch.doubles));
+    }
+    head.end_z = z_at(kept - 1);
+    head.end_index = index_of(scratch.held[kept - 1]);
+    if (rule.min_p > 0.0) {
+        double reaching = 0.0;
+        for (int i = threadIdx.x; i < kept; i += THREADS) reaching += reaches_share(head, z_at(i), undecided);
+        kept = static_cast<int>(block_sum(reaching, scratch.doubles));
+    }
+    if (rule.top_p < 1.0) {
+        const int each = (kept + THREADS - 1) / THREADS, begin = min(kept, each * static_cast<int>(threadIdx.x)), end = min(kept, begin + each);
+        double own = 0.0, doubt = 0.0;
+        for (int i = begin; i < end; ++i) {
+            const double gap = head.top - z_at(i), weight = exp(-gap);
+            own += weight;
+            doubt += weight * (1.0 + gap);
+        }
+        double up_to = own;
+        for (int step = 1; step < 32; step <<= 1) {
+            const double before = __shfl_up_sync(FULL_WARP, up_to, static_cast<unsigned>(step));
+            if (static_cast<int>(threadIdx.x % 32) >= step) up_to += before;
+        }
+        if (threadIdx.x % 32 == 31) scratch.doubles[threadIdx.x / 32] = up_to;
+        __syncthreads();
+        double total = 0.0, base = 0.0;
+        for (unsigned w = 0; w < THREADS / 32; ++w) {
+            if (w == threadIdx.x / 32) base = total;
+            total += scratch.doubles[w];
+        }
+        __syncthreads();
+        double before = base + up_to - own, below = 0.0, unclear = 0.0;
+        // as in mass_keeps, and once more for sums that are taken back
+        const double error = 0x1p-50 * block_sum(doubt, scratch.doubles) + 0x1p-50 * (static_cast<double>(kept) + 2.0) * total;
+        for (int i = begin; i < end; ++i) {
+            const double margin = before - rule.top_p * total;
+            unclear += i > 0 && fabs(margin) <= error;
+            below += i == 0 || margin < 0.0;
+            before += exp(z_at(i) - head.top);
+        }
+        if (block_sum(unclear, scratch.doubles) > 0.0) return -1;
+        kept = static_cast<int>(block_sum(below, scratch.doubles));
+    }
+    Entry best = nobody();
+    for (int i = threadIdx.x; i < kept; i += THREADS) {
+        const int token = index_of(scratch.held[i]);
+        unsigned long long word[4];
+        philox(noise, static_cast<unsigned>(token) / 4, word);
+        const int lane = token % 4;
+        const Entry own = entry(z_at(i), uniform(lane < 2 ? (lane == 0 ? word[0] : word[1]) : lane == 2 ? word[2] : word[3]), token);
+        if (beats(own, best, undecided)) best = own;
+    }
+    __syncwarp();
+    return block_best(best, scratch.entries, undecided).index;
+}
+
 // The token of a row, given the first of the race over everything; -1 and a status where there is none.
 PARITREE_INLINE int truncated(const Source& source, const Noise& noise, Entry winner, double top, Scratch& scratch, bool& undecided) {
     const Rule& rule = *source.rule;
@@ -594,7 +707,12 @@ PARITREE_INLINE int truncated(const Source& source, const Noise& noise, Entry wi
         head.log_min_p_pair = rule.min_p < 1.0 && exponent_of(rule.min_p) > -1022 ? log_pair({rule.min_p, 0.0}) : Pair{head.log_min_p, 0.0};
     }
     const bool cut_k = rule.top_k > 0 && rule.top_k < source.vocab;
-    if (cut_k && rule.top_p < 1.0) {  // top-p asks for the mass of the whole head
+    if (cut_k && rule.top_k <= HEAD_MAX / 2 && is_ordinary(source)) {
+        const int size = gather_head(source, rule.top_k, scratch);
+        const int found = size > 0 ? drawn_from_head(source, noise, head, size, scratch, undecided) : -1;
+        if (found >= 0) return found;
+    }
+    if (cut_k && rule.top_p < 1.0 && head.end_z == minus_infinity_double()) {  // top-p asks for the mass of the whole head
         place_in_order(source, rule.top_k, scratch.marks, scratch.digits, head.end_z, head.end_index);
         if (rule.ties_all) head.end_index = source.vocab;
     }
@@ -679,7 +797,7 @@ struct Part {
     double top;  // the largest z
     int refused, undecided;
 };
-static_assert(sizeof(Part) == 48 && sizeof(Scratch) == 18304 && sizeof(Rule) == 80, "impls/cuda/kernels.py and host/launch.cu have these sizes");
+static_assert(sizeof(Part) == 48 && sizeof(Scratch) == 34688 && sizeof(Rule) == 80, "impls/cuda/kernels.py and host/launch.cu have these sizes");
 
 // Not below z + noise. -log u >= 1 - u, so that the noise is at most -log(1 - u); the upper 32 bits of u give a lower bound of 1 - u. The last
 // term covers two roundings of z, that of 1 - u, __logf and the sums: relative 2^-22 and absolute 2^-20, several times over.
