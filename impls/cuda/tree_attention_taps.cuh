@@ -1,5 +1,5 @@
-// The scores inside tree_attention_plain_*, for taps: the same sum over the same operands in the same order, so that its weights are the exponentials of
-// exactly these numbers. What a row does not see is 0. The tiled forms have other orders of summation, and no such kernel.
+// The scores inside tree_attention_plain_* and tree_attention_any_*, for taps: the same sum over the same operands in the same order, so that their
+// weights are the exponentials of exactly these numbers. What a row does not see is 0. The tiled forms have other orders of summation, and no such kernel.
 #pragma once
 #include "tree_attention_bf16.cuh"
 #include "tree_attention_f32.cuh"

@@ -36,7 +36,7 @@ paritree_param number(const char* key, double value) {
 // expf, exp2f and rsqrtf are within 2 ulp, logf within 1 (CUDA C++ Programming Guide). TF32 drops 13 bits of an operand, bfloat16 rounds to 8. Tensor cores
 // add without rounding each sum to nearest: 2^-22.
 const std::vector<paritree_param>& profile_of(Precision precision) {
-  // The tiled forms of attention fold log2(e) into the scale: a score counts as rounded twice more. The plain form and the unfused softmax do not.
+  // The tiled forms of attention fold log2(e) into the scale: a score counts as rounded twice more. The form for any sizes and the unfused softmax do not.
   static const std::vector<paritree_param> exact = {number("exp_ulp", 2.0), number("log_ulp", 1.0), number("rsqrt_ulp", 2.0), number("softmax.exp2_folding", 0.0),
                                                     number("scores.u_output", 0x1p-23)};
   const auto products = [](std::vector<paritree_param> profile, double input) {
@@ -91,7 +91,7 @@ paritree_status paritree_describe(paritree_description* description) {
     description->profile = {profile.data(), static_cast<int64_t>(profile.size())};
     description->capabilities = "run_op,forward,taps,commit,cache_rows,fork,evict,free_slots,generate,generate_tree,sampling";
     description->ops = PARITREE_OP_NAMES;
-    // probabilities never leave the attention kernel; scores do where its form is the plain one
+    // probabilities never leave the attention kernel; scores do where its form is the one for any sizes
     static const std::string taps = [] {
       std::string names = PARITREE_TAP_NAMES;
       names.erase(names.find(",probs,"), std::strlen(",probs"));

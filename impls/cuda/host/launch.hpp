@@ -159,7 +159,7 @@ class Device {
   using NarrowAttention = AttentionOf<uint16_t>;  // bfloat16
   int64_t narrow_attention_workspace(int64_t rows, int64_t heads, int64_t kv_rank, int64_t width, int64_t keys) const;  // floats
   void tree_attention(const NarrowAttention& attention, float* workspace);
-  // Whether tree_attention of these sizes is the plain form, whose scores can be shown as they are: out [rows, heads, out_row].
+  // Whether tree_attention of these sizes is the form for any sizes, whose scores can be shown as they are: out [rows, heads, out_row].
   static bool shows_scores(int64_t kv_rank, int64_t width);
   void attention_scores(const Attention& attention, float* out, int64_t out_row);
   void attention_scores(const NarrowAttention& attention, float* out, int64_t out_row);
