@@ -1,6 +1,6 @@
 """Probes of a declared arithmetic: operands whose exact results are float32 numbers, so that one wrong bit tells how an engine computes.
 
-Two regimes of matmul and scores, asked once per check and never drawn: "probe" holds outputs of one or two terms, all others zero (what
+Two regimes of products, asked once per check and never drawn: "probe" holds outputs of one or two terms, all others zero (what
 precision do operands, products and sums have?), "probe height" the masks of FPRev (in which tree are terms added? arXiv 2411.00442). What the
 answers mean is decided in oracles/audit.py.
 """
@@ -17,7 +17,9 @@ from spec.weights import philox
 
 PROBE, HEIGHT = "probe", "probe height"
 PROBES = (PROBE, HEIGHT)
-OPS = ("matmul", "scores")
+OPS = ("matmul", "scores", "q_absorb", "o_heads")
+HEIGHT_OPS = ("matmul", "scores")
+HEADS = {"q_absorb": ("n", "R"), "o_heads": ("R", "v")}  # per-head products: dimension words of terms and columns
 TERMS = (8, 64, 1024, 4096)  # kernels choose their precision and their split by size: below and above the common thresholds
 ROWS, COLUMNS = 16, 24
 MASK = 2.0**30  # absorbs up to 2**5 ones, and as many more as TERMS_MAX allows in one rounding each: every 1 beside it is lost
@@ -29,7 +31,7 @@ def audit_cases(description: Description) -> list[OpCase]:
     """The probes that an engine's description allows; none where it runs no single operation."""
     ops = [op for op in OPS if "run_op" in description.capabilities and (not description.ops or op in description.ops)]
     cases = [probe(op, terms) for op in ops for terms in TERMS]
-    for op in ops:
+    for op in (op for op in ops if op in HEIGHT_OPS):
         block = height_block(description.profile.at(op).height)
         if block is not None and (terms := min(HEIGHT_TERMS_MAX, 4 * block)) > 2:
             cases.append(OpCase(op, _pairs(op, LEAVES * (terms - 1), terms, 1), _params(op), HEIGHT, 0))
@@ -41,12 +43,16 @@ def probe(op: str, terms: int) -> OpCase:
 
 
 def _pairs(op: str, rows: int, terms: int, columns: int) -> tuple[tuple[str, int], ...]:
-    dims = {"T": rows, "K": terms, "N": columns} if op == "matmul" else {"T": rows, "H": 1, "C": terms, "S": columns}
+    if op in HEADS:
+        inner, outer = HEADS[op]
+        dims = {"T": rows, "H": 1, inner: terms, outer: columns}
+    else:
+        dims = {"T": rows, "K": terms, "N": columns} if op == "matmul" else {"T": rows, "H": 1, "C": terms, "S": columns}
     return tuple(sorted(dims.items()))
 
 
 def _params(op: str) -> tuple[tuple[str, float], ...]:
-    return () if op == "matmul" else (("scale", 1.0),)
+    return (("scale", 1.0),) if op == "scores" else ()
 
 
 def operands(case: OpCase) -> dict[str, NDArray[np.float32]]:
@@ -54,10 +60,14 @@ def operands(case: OpCase) -> dict[str, NDArray[np.float32]]:
     if case.op not in OPS:
         raise ValueError(f"there is no probe of {case.op}")
     dims = dict(case.dims)
-    rows, terms, columns = (dims[word] for word in (("T", "K", "N") if case.op == "matmul" else ("T", "C", "S")))
+    words = HEADS.get(case.op, ("K", "N") if case.op == "matmul" else ("C", "S"))
+    rows, terms, columns = (dims[word] for word in ("T", *words))
     left, right = _precision(rows, terms, columns, case.seed) if case.regime == PROBE else _masks(rows, terms, columns)
     if case.op == "matmul":
         return {"x": left, "w": right}
+    if case.op in HEADS:
+        x, w = ("q_nope", "w_kc") if case.op == "q_absorb" else ("o_latent", "w_vc")
+        return {x: np.repeat(left[:, None], dims["H"], 1), w: np.repeat(right[None], dims["H"], 0)}
     return {"q": np.repeat(left[:, None], dims["H"], 1), "keys": np.ascontiguousarray(right.T)}
 
 

@@ -22,6 +22,7 @@ from spec.engine import UNIT_FLOAT32, Profile
 from spec.script import OpCall
 
 RULE = "N6"
+HEADS = {"q_absorb": ("q_nope", "w_kc"), "o_heads": ("o_latent", "w_vc")}
 FORMATS = {"TF32": 10, "TF32, truncated": -10, "bfloat16": 7, "bfloat16, truncated": -7, "float16": 10, "3 x bfloat16": 23}
 """name -> explicit bits of the fraction, negative where the rest is cut off; float16 has the precision of TF32 where its range suffices."""
 
@@ -114,4 +115,7 @@ def _operands(call: OpCall) -> tuple[Wide, Wide]:
     if call.op == "scores":
         q = call.inputs["q"]
         return q.reshape(-1, q.shape[-1]).astype(np.float64), call.inputs["keys"].T.astype(np.float64)
+    if call.op in HEADS:  # probes have the same numbers in every head
+        x, w = (call.inputs[name] for name in HEADS[call.op])
+        return x.reshape(-1, x.shape[-1]).astype(np.float64), w[0].astype(np.float64)
     raise KeyError(call.op)
