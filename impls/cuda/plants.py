@@ -176,6 +176,28 @@ HOST_PLANTS: tuple[HostPlant, ...] = (
 )
 
 
+@dataclass(frozen=True)
+class SwitchPlant:
+    """A bug in the host code that acts under one switch of the model, `override`, and nowhere else; chosen as a HostPlant. `tap`: where a judge finds it."""
+
+    name: str
+    override: tuple[str, int | str]
+    tap: str
+    kind: str
+
+
+SWITCH_PLANTS: tuple[SwitchPlant, ...] = (
+    SwitchPlant("window-inclusive", ("window", 3), "o_latent", "[h] the key at position p - window is seen, too"),
+    SwitchPlant("bias-forgotten", ("attention_bias", 1), "attn_out", "[c] the bias of the output projection is not added"),
+    SwitchPlant(
+        "cache-unrounded",
+        ("cache_format", "float16"),
+        "latent",
+        "[j] rows enter the cache as they are, and the format is that of the memory",
+    ),
+)
+
+
 def named(name: str) -> Plant:
     """Raises LookupError for an unknown name."""
     for plant in (*PLANTS, WILD):

@@ -16,6 +16,7 @@ from campaigns.probes import audit_cases
 from campaigns.strategies import session_cases
 from campaigns.trial import Bench
 from impls.cuda import build
+from impls.cuda.plants import SWITCH_PLANTS, SwitchPlant
 from impls.native.adapter import load_library
 from impls.native.build import NoCompiler
 from impls.native.session import LibrarySession
@@ -127,6 +128,26 @@ def test_a_narrower_profile_is_a_finding(name: str, precision: str) -> None:
     assert probed == (set() if precision == "float32" else {"matmul", "q_absorb", "o_heads"})
     assert judged == set() if precision == "float32" else {"matmul", "q_absorb", "o_heads"} <= judged
     assert ("o_latent" in judged or "rope" in judged) is (precision == "bf16")
+
+
+@pytest.mark.parametrize("plant", SWITCH_PLANTS, ids=lambda plant: plant.name)
+def test_a_bug_under_a_switch_is_found_where_it_acts(plant: SwitchPlant, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if plant.name == "cache-unrounded" and precision == "bf16":
+        pytest.skip("the coarser rounding to bfloat16 follows: there is nothing to see")
+    try:
+        engine = load_library(build.library(emulated=True, defines=(build.PLANTED,)))
+    except NoCompiler as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setenv("PARITREE_CUDA_PLANT", plant.name)
+    bench = Bench(InProcess(engine))
+    field, value = plant.override
+    found = [
+        j
+        for j in bench.outcome(session_of({field: bool(value) if field == "attention_bias" else value})).judgements
+        if j.verdict in FINDINGS
+    ]
+    assert found and found[0].tap == plant.tap
+    assert not [j for j in bench.outcome(session_of({})).judgements if j.verdict in FINDINGS]
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -692,8 +692,8 @@ void DeviceSession::make_masks(const Plan& plan) {
   for (std::size_t i = 0; i < plan.spans.size(); ++i) {
     const Span& span = plan.spans[i];
     const int64_t words = words_for(span.prefix_len + span.rows);
-    device_.window_mask(span.bits, span.words, span.key_positions, plan.positions + span.first, span.prefix_len, span.prefix_at, span.rows, config_.window, bits,
-                        words, seen);
+    device_.window_mask(span.bits, span.words, span.key_positions, plan.positions + span.first, span.prefix_len, span.prefix_at, span.rows,
+                        config_.window + (planted("window-inclusive") ? 1 : 0), bits, words, seen);
     masks_[i] = {bits, words, 0, nullptr, seen};
     bits += span.rows * words;
     seen += words;
@@ -752,7 +752,7 @@ void DeviceSession::attention(const Plan& plan, const Order* order, int64_t laye
   device_.rope(q + c.nope_dim, heads * head_dim, head_dim, cos, sin, query + rank, heads * width, width, rows, heads, dim, half_layout);
   device_.gemm({q, heads * head_dim, head_dim, of_layer(layer, "w_kc"), rank, c.nope_dim * rank, query, heads * width, width, rows, rank, c.nope_dim, heads, false});
   float* o_latent = buffer<float>("o_latent", rows * heads * rank);
-  if (c.to_cache != round_nothing) device_.round_cache(fresh, rows * width, c.to_cache == round_float16);
+  if (c.to_cache != round_nothing && !planted("cache-unrounded")) device_.round_cache(fresh, rows * width, c.to_cache == round_float16);
   if (narrow_) {
     const int64_t padded = padded_width();
     uint16_t* narrow_fresh = buffer<uint16_t>("narrow cache rows", rows * padded);
@@ -769,7 +769,7 @@ void DeviceSession::attention(const Plan& plan, const Order* order, int64_t laye
   tap(taps, order, "o_heads", layer, o_heads, rows, {rows, heads, c.v_dim});
   float* out = buffer<float>("attn_out", rows * c.hidden);
   matmul(o_heads, rows, heads * c.v_dim, of_layer(layer, "o"), c.hidden, out);
-  if (c.attention_bias) device_.add_bias(out, of_layer(layer, "o_bias"), rows, c.hidden);
+  if (c.attention_bias && !planted("bias-forgotten")) device_.add_bias(out, of_layer(layer, "o_bias"), rows, c.hidden);
   tap(taps, order, "attn_out", layer, out, rows, {rows, c.hidden});
   device_.add(residual, out, residual, rows * c.hidden);
   tap(taps, order, "attn_residual", layer, residual, rows, {rows, c.hidden});
