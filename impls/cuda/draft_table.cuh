@@ -136,7 +136,7 @@ PARITREE_INLINE void sort_descending(unsigned long long* held, unsigned padded) 
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
                 const unsigned place = begin + i;
-                const unsigned long long other = far ? held[(place ^ step) % padded] : __shfl_xor_sync(FULL_WARP, own[i], static_cast<int>(step / EACH % 32));
+                const unsigned long long other = far ? held[(place ^ step) & (padded - 1)] : __shfl_xor_sync(FULL_WARP, own[i], static_cast<int>(step / EACH));
                 const bool larger = ((place & step) == 0) == ((place & size) == 0);
                 if ((other > own[i]) == larger) own[i] = other;
             }

@@ -378,6 +378,19 @@ PARITREE_INLINE void over_logits(const Source& source, Visit visit) {
 
 PARITREE_INLINE bool logit_precedes(float logit, int index, const Bound& bound) { return logit > bound.logit || (logit == bound.logit && index < bound.index); }
 
+// Not below z + noise. -log u >= 1 - u, so that the noise is at most -log(1 - u); the upper 32 bits of u give a lower bound of 1 - u. The last
+// term covers two roundings of z, that of 1 - u, __logf and the sums: relative 2^-22 and absolute 2^-20, several times over.
+PARITREE_INLINE float key_ceiling(float z, unsigned long long word) {
+    const float noise = -__logf(static_cast<float>(~static_cast<unsigned>(word >> 32)) * 0x1p-32f);
+    return z + noise + 0x1p-17f * (1.0f + fabsf(z) + fabsf(noise));
+}
+
+// A float32 that is not above the key of `own`.
+PARITREE_INLINE float key_floor(const Entry& own) {
+    const float near = static_cast<float>(own.key - key_error(own));
+    return near - 0x1p-22f * fabsf(near) - 0x1p-126f;
+}
+
 // The first of the race among the tokens before `bound`.
 PARITREE_INLINE Entry race(const Source& source, const Noise& noise, const Bound& bound, unsigned* marks, Entry* scratch, bool& undecided) {
     Entry best = nobody();
@@ -385,6 +398,12 @@ PARITREE_INLINE Entry race(const Source& source, const Noise& noise, const Bound
     const double bound_z = bound.z;
     const int bound_index = bound.index;
     if (bound.by_logit) {
+        // as in sample_race: `least` is `ordered` of a float32 that is not above the best key, in a word that a row without marks has to spare
+        volatile unsigned* least = marks;
+        __syncthreads();
+        if (threadIdx.x == 0) *least = 0;
+        __syncthreads();
+        const float inverse = static_cast<float>(1.0 / source.rule->temperature);
         over_logits(source, [&](int first, int size, const float(&logit)[4]) {
             bool any = false;
             for (int i = 0; i < size; ++i) any = any || logit_precedes(logit[i], first + i, bound);
@@ -393,11 +412,16 @@ PARITREE_INLINE Entry race(const Source& source, const Noise& noise, const Bound
             if (!greedy) philox(noise, static_cast<unsigned>(first) / 4, word);
             for (int i = 0; i < size; ++i) {
                 if (!logit_precedes(logit[i], first + i, bound)) continue;
+                const unsigned known = *least;
+                if (known && key_ceiling(logit[i] * inverse, word[i]) < unordered(known)) continue;
                 double penalised;
                 const Entry own = entry(scaled(source, first + i, 0, penalised), greedy ? 0.0 : uniform(word[i]), first + i);
-                if (beats(own, best, undecided)) best = own;
+                if (!beats(own, best, undecided)) continue;
+                best = own;
+                atomicMax(&marks[0], ordered(key_floor(own)));
             }
         });
+        __syncthreads();  // the word is a mark again
         return block_best(best, scratch, undecided);
     }
     over_tokens(source, marks, [&](int first, int size, const double(&z)[4], const double(&)[4]) {
@@ -747,7 +771,7 @@ PARITREE_INLINE bool truncates(const Rule& rule, int vocab) {
 }  // namespace paritree
 
 // grid (rows), block 512; dynamic shared memory: a Scratch
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
 sample_plain(const float* logits, const paritree::sampling::Rule* rule, const int* bias_tokens, const double* biases, const int* history, const int* streams,
              const int* tokens, const int* parents, const int* count, int nodes, int stride, int vocab, int* ids, int* status) {
     using namespace paritree;
@@ -799,12 +823,6 @@ struct Part {
 };
 static_assert(sizeof(Part) == 48 && sizeof(Scratch) == 34688 && sizeof(Rule) == 80, "impls/cuda/kernels.py and host/launch.cu have these sizes");
 
-// Not below z + noise. -log u >= 1 - u, so that the noise is at most -log(1 - u); the upper 32 bits of u give a lower bound of 1 - u. The last
-// term covers two roundings of z, that of 1 - u, __logf and the sums: relative 2^-22 and absolute 2^-20, several times over.
-PARITREE_INLINE float key_ceiling(float z, unsigned long long word) {
-    const float noise = -__logf(static_cast<float>(~static_cast<unsigned>(word >> 32)) * 0x1p-32f);
-    return z + noise + 0x1p-17f * (1.0f + fabsf(z) + fabsf(noise));
-}
 }  // namespace sampling
 }  // namespace paritree
 
@@ -874,8 +892,7 @@ sample_race(const float* logits, const paritree::sampling::Rule* rule, const int
                 const Entry own = entry(z, greedy ? 0.0 : uniform(word[i]), first + i);
                 if (!beats(own, best, undecided)) continue;
                 best = own;
-                const float floor_of_key = static_cast<float>(own.key - key_error(own));
-                atomicMax(&least, ordered(floor_of_key - 0x1p-22f * fabsf(floor_of_key) - 0x1p-126f));
+                atomicMax(&least, ordered(key_floor(own)));
             }
         }
     }
@@ -891,7 +908,7 @@ sample_race(const float* logits, const paritree::sampling::Rule* rule, const int
 }
 
 // grid (rows), block 512; dynamic shared memory: a Scratch; `parts_count`: blocks a row of sample_race
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
 sample_finish(const float* logits, const paritree::sampling::Rule* rule, const int* bias_tokens, const double* biases, const int* history, const int* streams,
               const int* tokens, const int* parents, const int* count, int nodes, int stride, int vocab, const paritree::sampling::Part* parts, int parts_count,
               int* ids, int* status) {

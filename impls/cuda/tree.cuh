@@ -681,9 +681,9 @@ PARITREE_INLINE void sort_paths(const Found& found, int count, int padded) {
             }
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
-                const int place = begin + i, partner = (place ^ step) % padded;
-                unsigned long long other = far ? found.cost[partner] : __shfl_xor_sync(FULL_WARP, cost[i], step / EACH % 32);
-                const int other_path = far ? static_cast<int>(found.order[partner]) : __shfl_xor_sync(FULL_WARP, path[i], step / EACH % 32);
+                const int place = begin + i, partner = (place ^ step) & (padded - 1);
+                unsigned long long other = far ? found.cost[partner] : __shfl_xor_sync(FULL_WARP, cost[i], step / EACH);
+                const int other_path = far ? static_cast<int>(found.order[partner]) : __shfl_xor_sync(FULL_WARP, path[i], step / EACH);
                 const bool wants_first = ((place & step) == 0) == ((place & size) == 0);
                 if (comes_first(other, other_path, cost[i], path[i]) == wants_first) {
                     cost[i] = other;

@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kWorkspaceMax = int64_t{64} << 20;  // bytes, of one attention call
 constexpr int64_t kTiledRows = 64, kSplitRows = split_tile::ROWS, kTiledKeys = 32;
 constexpr int kFewRows = 8, kGroupedRows = 32, kArgmaxSplits = 64;
-constexpr int64_t kBudgetMax = 1024, kDepthMax = 20, kSelectPaths = 1024, kSampleBlocks = 8;
+constexpr int64_t kBudgetMax = 1024, kDepthMax = 20, kSelectPaths = 1024, kSampleBlocks = 4;
 constexpr int64_t kAnyBlocks = 4;  // a multiprocessor
 constexpr int64_t kSharedPortable = 101376;  // bytes a block on sm_120
 
