@@ -193,19 +193,25 @@ def _attribute(value: object, name: str, what: str) -> object:
     return found
 
 
+def _profile_field(what: str, found: object, default: object) -> None:
+    fits = type(found) is type(default)
+    if isinstance(default, float):
+        fits = isinstance(found, (int, float)) and not isinstance(found, bool) and 0 <= found < np.inf
+    if not fits:
+        raise Malformed(f"{what} is {text_of(found)[:60]!r}, but must be a {type(default).__name__} like {default!r}")
+
+
 def description(value: object) -> Description:
     """The engine's description with every field checked."""
     if not isinstance(value, Description):
         raise Malformed(f"describe() returned {kind_of(value)}, but must return a spec.engine.Description")
     if not isinstance(value.profile, Profile):
         raise Malformed(f"the profile is {kind_of(value.profile)}, but must be a spec.engine.Profile")
-    for name, default in vars(Profile()).items():
-        found = getattr(value.profile, name)
-        fits = type(found) is type(default)
-        if isinstance(default, float):
-            fits = isinstance(found, (int, float)) and not isinstance(found, bool) and 0 <= found < np.inf
-        if not fits:
-            raise Malformed(f"profile.{name} is {text_of(found)[:60]!r}, but must be a {type(default).__name__} like {default!r}")
+    defaults = vars(Profile())
+    for name, default in defaults.items():
+        _profile_field(f"profile.{name}", getattr(value.profile, name), default)
+    for op, name, found in value.profile.per_op:
+        _profile_field(f"profile.per_op of {text_of(op)[:60]}, {name},", found, defaults[name])
     names = {field: _names(getattr(value, field), field) for field in ("capabilities", "ops", "taps")}
     departures = tuple(_departure(item, i) for i, item in enumerate(items(value.departures, "departures", 100)))
     return Description(

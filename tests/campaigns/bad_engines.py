@@ -333,6 +333,11 @@ class DescribesOddProfile:
         return Description("odd", "1", Profile(u_accumulate=float("nan")))
 
 
+class DescribesOddOperation:
+    def describe(self) -> Any:
+        return Description("odd", "1", Profile(per_op=(("matmul", "u_input", "half"),)))
+
+
 # Sessions
 
 

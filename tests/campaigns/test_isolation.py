@@ -218,6 +218,7 @@ def test_a_cold_worker_is_a_new_interpreter_with_the_same_verdicts(zygote: Zygot
         ("LoadHangs", "no answer for 0.5 s in loading the engine"),
         ("DescribesNothing", "describe() returned a NoneType, but must return a spec.engine.Description"),
         ("DescribesOddProfile", "profile.u_accumulate is 'nan'"),
+        ("DescribesOddOperation", "profile.per_op of matmul, u_input, is 'half'"),
         ("NoSuchEngine", "AttributeError"),
     ],
 )
