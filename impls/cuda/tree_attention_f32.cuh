@@ -223,11 +223,12 @@ PARITREE_INLINE void tree_attention_tiled(const float* query, const float* cache
             }
         __syncthreads();
         {
+            const bool whole = start + KEYS <= min(end, prefix_len);  // every key of the tile is visible to every row
             float own[8], top = row_max;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int key = i * 4 + soft_part;
-                const bool visible = start + key < end && soft_query < query_rows && sees(mask_row, prefix_len, start + key);
+                const bool visible = whole || (start + key < end && soft_query < query_rows && sees(mask_row, prefix_len, start + key));
                 own[i] = visible ? weights[key * WEIGHT_STRIDE + soft_row] : minus_infinity();
                 top = fmaxf(top, own[i]);
             }

@@ -9,7 +9,8 @@
 //   a1 b3 + a2 b2 + a3 b1 + a1 b2 + a2 b1 + a1 b1
 // Why this stays within the bound of float32 sums (u = 2^-24, rounding to nearest), although tensor cores cut: of an addition of k terms they keep
 // two bits more than float32 has and cut the rest, so that it is off by 2 u of its result and u / 2 of the largest term for each term that is not
-// zero (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021, with H100 measured since).
+// zero (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021; seen on an H200 too: beside 1, products of 2^-25 all count, of 2^-26 none.
+// tests/impls/test_cuda_kernels.py asks any other GPU).
 //   parts    |a2| <= 2^-8, |a3| <= 2^-17 of a's power of two: a2 b3 + a3 b2 + a3 b3, left out, are below (1 + 2^-9) u |ab|
 //   scores   each of eight warps sums 72 of the 576 products in 30 additions of 17 terms, joined by 7 that round to nearest: at most
 //            (30 * (2 + 17 / 2) + 7 + 1) u = 323 u of sum |q||k|, where the bound allows (576 + 2) u whatever the operands are

@@ -72,6 +72,39 @@ def test_tiled_attention_is_within_its_bound(name: str, form: Form) -> None:
         assert not wrong(engine, wide_attention(number))
 
 
+PROBE = """
+// values: row 0 of a, against ones: out = c + their sum, in one addition of tensor cores
+extern "C" __global__ void probe(const unsigned short* values, float c, float* out) {
+    const int lane = threadIdx.x, k = 2 * (lane % 4);
+    unsigned a[4] = {0u, 0u, 0u, 0u};
+    if (lane < 4) {
+        a[0] = values[k] | values[k + 1] << 16;
+        a[2] = values[k + 8] | values[k + 9] << 16;
+    }
+    float d[4] = {c, c, c, c};
+    paritree::mma_bf16(d, a, 0x3f803f80u, 0x3f803f80u);
+    if (lane == 0) *out = d[0];
+}
+"""
+
+
+@pytest.mark.gpu
+def test_tensor_cores_keep_two_bits_more_than_float32() -> None:
+    """What the bound of attention by parts stands on (tree_attention_split.cuh): sixteen products of 2**-25 beside 1 count, a sum is off by less
+    than 2 u, and subnormal operands are read."""
+    device = device_of("gpu", source=expanded("ptx.cuh") + PROBE)
+    out = device.zeros((1,), np.float32)
+
+    def added(values: list[float], start: float) -> float:
+        padded = np.array(values + [0.0] * (16 - len(values)), np.float32)
+        device.launch("probe", (1,), 32, (device.upload((padded.view(np.uint32) >> 16).astype(np.uint16)), start, out))
+        return float(device.download(out)[0])
+
+    assert added([2.0**-25] * 16, 1.0) == 1 + 2.0**-21
+    assert added([1.0] + [2.0**-25] * 15, 0.0) == 1 + 3 * 2.0**-23  # 3.75 units in the last place, cut
+    assert added([2.0**-133], 0.0) == 2.0**-133
+
+
 def attention_of(
     kernels: Kernels, q: NDArray[np.float32], cache: NDArray[np.float32], visible: NDArray[np.uint8], scale: float
 ) -> NDArray[np.float32]:
@@ -82,6 +115,29 @@ def attention_of(
         kernels.tree_attention(upload(q), upload(cache), bits, 0, len(cache), 512, scale, seen=seen)
     )
     return out
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("form", (TILED, RESIDENT, SPLIT16, SPLIT32, MMA16, MMA32, WGMMA), ids=lambda form: form.kernel)
+def test_a_prefix_is_the_same_as_bits_that_are_all_set(name: str, form: Form) -> None:
+    """Bit for bit: tiles that every row sees whole are not asked for their bits."""
+    device = device_of(name)
+    if form == WGMMA and not device.warpgroups:
+        pytest.skip("warpgroup products need sm_90a")
+    kernels = Kernels(device)
+    kernels.float32_form = kernels.mma_form = form
+    rng = np.random.default_rng(8)
+    rows, prefix = 3, 130
+    q, cache = (device.upload(rng.standard_normal(shape).astype(np.float32)) for shape in ((rows, 2, 576), (prefix + rows, 576)))
+    if not form.kernel.endswith("f32"):
+        q, cache = kernels.cast_bf16(q), kernels.cast_bf16(cache)
+    own = np.tril(np.ones((rows, rows), np.uint8))
+    own[2, 1] = 0
+    found = []
+    for seen_by_all in (prefix, 0):
+        bits, _ = kernels.pack_mask(device.upload(np.concatenate([np.ones((rows, prefix - seen_by_all), np.uint8), own], axis=1)))
+        found.append(device.download(kernels.tree_attention(q, cache, bits, seen_by_all, prefix + rows, 512, 0.1)))
+    assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("name", DEVICES)
