@@ -46,6 +46,7 @@ CLEAR = 4.0  # the best plant elsewhere must be this many times worse
 ALIKE = 0.72  # half of the squares: not the same defect, but one of the same kind; of the library's own, none in another place came so near
 ALIKE_TIMES = 0.5  # the same where it took a constant: some multiple of anything leaves less than all
 ALIKE_CLEAR = 1.25
+NOTHING_LIKE = 0.95
 ASKED_AGAIN = {
     "session": 16,
     "tree": 32,
@@ -137,6 +138,8 @@ def told(fits: Sequence[Fit]) -> Hint:
         return Hint("", 1.0, (), "unknown: nothing was tried")
     best = fits[0]
     left = f"leaves {best.residual:.2g} of the deviation"
+    if best.residual > NOTHING_LIKE:
+        return Hint("", best.residual, (), f"unknown: none of {len(fits)} known defects and general ways comes near")
     if best.residual > (ALIKE_TIMES if best.times else ALIKE):
         return Hint("", best.residual, (), f"unknown; nearest is {best.plant.name}, which {left}")
     same = best.residual <= FITS

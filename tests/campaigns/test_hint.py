@@ -94,7 +94,8 @@ def test_two_that_fit_in_different_places_are_unknown_unless_they_are_of_one_cla
 def test_what_leaves_a_part_is_alike_only_if_nothing_elsewhere_comes_near() -> None:
     assert told([fit("Z33", 0.4, 0.4), fit("Z22", 0.9, 0.9)]).alike
     assert told([fit("Z33", 0.4, 0.4), fit("Z22", 0.45, 0.45)]).plant == ""
-    assert told([fit("Z33", 0.6, 0.6)]).plant == ""
+    assert told([fit("Z33", 0.6, 0.6)]).text == "unknown; nearest is Z33, which leaves 0.6 of the deviation"
+    assert told([fit("Z33", 1, 1), fit("Z22", 1, 1)]).text == "unknown: none of 2 known defects and general ways comes near"
     assert told([fit("Z33", 0.6, 0.6, telling=False)]).alike
     assert told([fit("Z33", 0.8, 0.8, telling=False)]).plant == ""
 
