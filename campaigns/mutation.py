@@ -131,7 +131,9 @@ def first_finding(result: EngineResult, expected: Sequence[str]) -> dict[str, An
 
 
 def is_localised(row: Mapping[str, Any], expected: Sequence[str]) -> bool:
-    return bool({row["op"], row["rule"], row["output"]} & set(expected))
+    """By the finding, or by the location that it got when it was minimised: the engine's own loop has no taps, the rounds that it ran have."""
+    location = json.loads(row["bisect"] or "{}")
+    return bool({row["op"], row["rule"], row["output"], location.get("op", "")} & set(expected))
 
 
 def reproduces(folder: Path, *, hangs: bool = False, limit: float = REPRO_S) -> bool:
@@ -149,8 +151,9 @@ def blind(plant: Plant) -> Plant:
     return dataclasses.replace(plant, engine=BLIND + plant.engine)
 
 
-def key_of(mutant: str, mode: str, seed: int) -> str:
-    return f"{mutant} {mode} seed {seed}"
+def key_of(mutant: str, mode: str, seed: int, kind: str) -> str:
+    """A plant of the native engine may have the name of one in Python: same defect, other engine."""
+    return f"{'native:' if kind == 'native' else ''}{mutant} {mode} seed {seed}"
 
 
 def done(results: Path) -> dict[str, dict[str, Any]]:
@@ -161,7 +164,7 @@ def done(results: Path) -> dict[str, dict[str, Any]]:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        out[key_of(record["mutant"], record["mode"], record["seed"])] = record
+        out[key_of(record["mutant"], record["mode"], record["seed"], record["kind"])] = record
     return out
 
 
@@ -171,7 +174,7 @@ def campaign(
     """Every plant that `results` (JSON lines) does not hold yet, `at_once` of them side by side on a core each; a line and a row of the store
     for each as soon as it is known."""
     known = done(results)
-    waiting = [plant for plant in plants if key_of(plant.name, mode, options.seed) not in known]
+    waiting = [plant for plant in plants if key_of(plant.name, mode, options.seed, plant.kind) not in known]
     results.parent.mkdir(parents=True, exist_ok=True)
     with Store.create_or_open(options.store) as store:
         run_id = store.start_run(
@@ -202,10 +205,10 @@ def campaign(
                 writer.flush()
                 file.write(json.dumps(record) + "\n")
                 file.flush()
-                known[key_of(record["mutant"], mode, options.seed)] = record
+                known[key_of(record["mutant"], mode, options.seed, record["kind"])] = record
                 say(f"{in_words(record)} ({record['wall_s']} s)")
         store.finish_run(run_id, {"stopped": "complete", "trials": trials})
-    return [known[key] for plant in plants if (key := key_of(plant.name, mode, options.seed)) in known]
+    return [known[key] for plant in plants if (key := key_of(plant.name, mode, options.seed, plant.kind)) in known]
 
 
 def nightly_sample(

@@ -180,3 +180,12 @@ def test_what_no_session_answers_with_changes_no_bit(name: str) -> None:
                 assert one.logits.tobytes() == other.logits.tobytes()
             assert one.generations == other.generations
             assert one.drafted == other.drafted
+
+
+def test_two_plants_of_one_name_are_two_records(tmp_path: Path) -> None:
+    """`top-k-last` is planted in Python and in C++: neither result stands for the other."""
+    path = tmp_path / "results.jsonl"
+    path.write_text(
+        "".join(json.dumps({"mutant": "top-k-last", "mode": "taps", "seed": 0, "kind": kind}) + "\n" for kind in ("python", "native"))
+    )
+    assert sorted(done(path)) == ["native:top-k-last taps seed 0", "top-k-last taps seed 0"]
