@@ -209,9 +209,8 @@ class CacheRounding:
     _open: dict[tuple[str, int], NDArray[np.bool_]] = field(default_factory=dict)
 
     def enter(self, tap: tuple[str, int], predicted: Ball, generator: np.random.Generator | None) -> Wide:
-        of_rounding = (
-            UNIT_ROUNDOFF[self.cache_format] * np.abs(predicted.mid) * math.sqrt(THIRD)
-        )  # as oracles.walk.rounded has it in its std
+        # as oracles.walk.rounded has it in its std
+        of_rounding = UNIT_ROUNDOFF[self.cache_format] * np.abs(predicted.mid) * math.sqrt(THIRD)
         value = predicted.mid
         if generator is not None and predicted.std is not None:
             own = np.sqrt(np.maximum(np.square(predicted.std) - np.square(of_rounding), 0.0))
