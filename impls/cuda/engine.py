@@ -45,7 +45,9 @@ PROFILE = Profile(
     batch_invariant=False,
 )
 # tree attention on bfloat16 operands and weights; sums in float32, on tensor cores without IEEE rounding of each addition
-PROFILE_BF16 = replace(PROFILE, name="cuda-bf16", u_input=2.0**-8, u_accumulate=2.0**-22)
+PROFILE_BF16 = replace(
+    PROFILE, name="cuda-bf16", per_op=(("tree_attention", "u_input", 2.0**-8), ("tree_attention", "u_accumulate", 2.0**-22))
+)
 # bits of a status word: common.cuh
 STATUS = {
     1: "T8: a logit or log-probability is NaN or +inf",
