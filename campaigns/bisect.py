@@ -7,7 +7,7 @@ the relative distance of each tap shows how the error grows or fades on its way 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,14 @@ from campaigns.case import Case, OpCase, SessionCase, TreeCase
 from campaigns.fingerprint import Fingerprint
 from campaigns.isolation import Supervisor
 from campaigns.materialise import op_call, session_script
+from campaigns.plan import depths
 from campaigns.trial import Bench, golden_model, judged_call, patience, session_judge
 from oracles.judgement import FINDINGS, Judgement
-from spec.engine import Rows
+from spec import tree
+from spec.engine import Generation, Rows
+from spec.loops import prefill_rows
 from spec.ops import OPS
-from spec.script import Answer, Commit, Evict, Fork, Forward, Script, Trace
+from spec.script import Answer, Commit, Evict, Fork, Forward, Generate, Script, Step, Trace
 from spec.taps import taps_of_layer
 
 AT_LEAST = 1e-30  # of a tap's scale: a row of exact zeros has no relative error
@@ -89,6 +92,14 @@ def _in_session(bench: Bench, case: SessionCase) -> Location | None:
     found = next((j for j in judgements if j.verdict in FINDINGS), None)
     if found is None:
         return None
+    inside = _inside_the_loop(bench, script, trace, found)
+    if inside is not None:
+        return Location(
+            inside,
+            (),
+            False,
+            "the engine's own loop gives no taps: its rounds, driven from outside with the trees that it built, fail here",
+        )
     if found.step >= len(trace.answers) or not trace.answers[found.step].taps:
         note = "the engine gives no taps at this step, so the location is the step" if trace.answers else "the engine gave no answer"
         return Location(found, (), False, note)
@@ -101,6 +112,51 @@ def _in_session(bench: Bench, case: SessionCase) -> Location | None:
     )
     changed = _token_changed(trace.answers[found.step], golden[found.step])
     return Location(found, stations, changed, "first finding in data order on the engine's own taps; one pass")
+
+
+def _inside_the_loop(bench: Bench, script: Script, trace: Trace, found: Judgement) -> Judgement | None:
+    """The first finding of the same rounds run batch by batch, with taps; None where the finding is not in the loop, or the rounds are right."""
+    if found.step >= min(len(trace.answers), len(script.steps)) or not bench.worker.description.taps:
+        return None
+    step, generations = script.steps[found.step], trace.answers[found.step].generations
+    if not isinstance(step, Generate) or not generations:
+        return None
+    again = driven(script, step, generations)
+    judgements = session_judge(again.config, again.weights).judge(again, bench.worker.script(again))
+    return next((j for j in judgements if j.verdict in FINDINGS), None)
+
+
+def driven(script: Script, step: Generate, generations: Sequence[Generation]) -> Script:
+    """The rounds that the engine reports, as a script: prompts in one batch, then in each round the trees of all sequences that still run. Ends
+    before a tree or path that is none."""
+    rows, want = prefill_rows([prompt.copy() for prompt in step.prompts])
+    steps: list[Step] = [Forward(rows, want, "prefill")]
+    lengths = [len(prompt) for prompt in step.prompts]
+    steps += [Commit(sequence, np.arange(length, dtype=np.int32)) for sequence, length in enumerate(lengths)]
+    for number in range(max(len(generation.rounds) for generation in generations)):
+        live = {s: generation.rounds[number] for s, generation in enumerate(generations) if number < len(generation.rounds)}
+        if any(one.path[:1] != (0,) or not all(0 <= token < script.config.vocab for token in one.tokens) for one in live.values()):
+            break
+        try:
+            for one in live.values():
+                tree.check_structure(np.array(one.parents, np.int32), np.array(one.tokens, np.int32))
+                tree.check_path(np.array(one.path, np.int32), len(one.tokens))
+        except tree.TreeError:
+            break
+        columns: dict[str, list[int]] = {word: [] for word in ("sequence", "token", "position", "parent")}
+        for sequence, one in live.items():
+            start, parents = len(columns["token"]), np.array(one.parents, np.int32)
+            columns["sequence"] += [sequence] * len(parents)
+            columns["token"] += one.tokens
+            columns["position"] += (lengths[sequence] + depths(parents)).tolist()
+            columns["parent"] += [parent + start if parent >= 0 else -1 for parent in one.parents]
+        made = Rows(**{word: np.array(values, np.int32) for word, values in columns.items()})
+        phase = "tree" if any(len(one.tokens) > 1 for one in live.values()) else "decode"
+        steps.append(Forward(made, np.ones(len(made), np.bool_), phase))
+        for sequence, one in live.items():
+            steps.append(Commit(sequence, np.array(one.path, np.int32)))
+            lengths[sequence] += len(one.path)
+    return Script(script.config, script.weights, tuple(steps))
 
 
 def _taps_in_order(script: Script, trace: Trace, step: int) -> Iterator[tuple[str, int, NDArray[Any]]]:
@@ -179,7 +235,7 @@ def bisect_column(location: Location) -> dict[str, Any]:
         if (station.tap, station.layer) == (j.tap, j.layer):
             break
         before = f"{station.tap} layer {station.layer}"
-    return {"by": "tap", "first_bad": tap, "last_good": before, "steps": 1, "note": f"{location.sentence()} [{location.note}]"}
+    return {"by": "tap", "op": j.op, "first_bad": tap, "last_good": before, "steps": 1, "note": f"{location.sentence()} [{location.note}]"}
 
 
 def tree_column(case: Case, judgement: Judgement) -> list[dict[str, Any]]:

@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 
 from campaigns import fingerprint
+from campaigns.bisect import located
 from campaigns.case import Case, GenerateCase, OpCase, SessionCase, TreeCase
 from campaigns.fingerprint import Fingerprint
-from campaigns.isolation import Supervisor
+from campaigns.isolation import InProcess, Supervisor
 from campaigns.minimise import minimum
 from campaigns.reduce import nodes_of
 from campaigns.trial import Bench, patience
+from impls import blocked
 from impls.native import build
 from oracles.judgement import Judgement
 
@@ -84,6 +86,20 @@ def test_the_wrong_bonus_row_is_found_in_the_whole_loop() -> None:
     case = smallest("blocked:Z18", large, found)
     assert isinstance(case, SessionCase) and case.generate is not None
     assert (case.rounds, len(case.prompts), case.generate.budget) == ((), 1, 1)
+
+
+def test_what_a_loop_without_taps_does_wrong_is_located_in_the_rounds_that_it_ran() -> None:
+    """The finding is a token of the engine's own loop; the same trees, driven batch by batch, blame the operation. A right loop has no location."""
+    loop = GenerateCase("edge", 148, 80, -1, 2, 1, 3, -1)
+    case = SessionCase("tiny", (), 2, "tied-experts", ((4, 813),), (), generate=loop)
+    bench = Bench(InProcess(blocked.engine("tree24")))
+    found = fingerprint.first("tree24", list(bench.outcome(case).judgements))
+    assert found is not None and found[0].rung == "whole loop"
+    location = located(bench, case)
+    assert location is not None
+    assert (location.judgement.op, location.judgement.rung) == ("rope", "tree verify")
+    assert "driven from outside" in location.note
+    assert located(Bench(InProcess(blocked.engine())), case) is None
 
 
 def has_compiler() -> bool:
