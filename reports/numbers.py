@@ -115,6 +115,11 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def day(seconds: float) -> str:
+    """2026-11-29, in UTC."""
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds)) if seconds > 0 else NONE
+
+
 def when(seconds: float) -> str:
     """2026-11-29 16:20 UTC."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds)) if seconds > 0 else NONE

@@ -313,6 +313,7 @@ def _environment() -> Environment:
         "times": numbers.times,
         "value3": lambda value: numbers.value(value, 3),
         "when": numbers.when,
+        "day": numbers.day,
         "duration": numbers.duration,
         "tone": words.tone,
         "sentence": words.sentence,
