@@ -141,7 +141,7 @@ def sanitizer() -> dict[str, Any]:
             status, text = -1, f"{(late.stdout or b'').decode(errors='replace')[-2000:]}\nnot finished after {SANITIZER_SECONDS} s"
         lines = text.strip().splitlines()
         found[tool] = {"status": status, "seconds": round(time.perf_counter() - began, 1), "head": lines[:12], "tail": lines[-6:]}
-        log(f"{tool}: status {answer.returncode}, {found[tool]['seconds']} s: {lines[-1:]}")
+        log(f"{tool}: status {status}, {found[tool]['seconds']} s: {lines[-1:]}")
     return found
 
 
