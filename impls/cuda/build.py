@@ -135,7 +135,7 @@ def _compile_all(identity: str, folder: Path, command: Callable[[Path, Path], li
         text = source.read_text()
         text += (HOST / "launch.cu").read_text() if "launch.cu" in text else ""
         own = folder / f"{source.parent.name}-{source.name}.o"
-        words = [word for word in command(source, own) if word != f"-D{PLANTED}" or PLANTED in text]
+        words = [word for word in command(source, own) if word != f"-D{PLANTED}" or "planted(" in text]  # host/launch.hpp
         flags = [word for word in words if word.startswith("-")]
         target = native_build.cache_folder() / f"paritree-cuda-object-{_digest(shared, text, *flags)}.o"
         if not target.exists():

@@ -332,7 +332,7 @@ class Kernels:
             if out.size and pairs <= GROUPED_ROWS * experts and not self.plain:
                 tiles = min(pairs, experts) + pairs // few
                 self.device.launch(
-                    f"matmul_grouped_rows{few}_f32", (-(-cols // 32), tiles, 1), 256,
+                    f"matmul_grouped_rows{few}_f32", (-(-cols // (32 if few == GROUPED_FEW[0] else 64)), tiles, 1), 256,
                     (a, divisor, w, None, starts, order, out, None, experts, cols, inner),
                 )  # fmt: skip
             elif out.size:

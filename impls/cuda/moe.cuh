@@ -183,13 +183,109 @@ matmul_grouped_rows2_f32(const float* a, int divisor, const float* b, const floa
                          float* second_out, int experts, int cols, int inner) {
     paritree::matmul_grouped_rows<2>(a, divisor, b, second_b, starts, order, out, second_out, experts, cols, inner);
 }
+namespace paritree {
+// The same for more rows: a lane holds ROWS / 4 rows of 8 columns, so that the sums, not the reading of `a` from shared memory, take the time. Each warp
+// still sums 32 of CHUNK in order and the warps are joined in order: the bits are those of matmul_grouped_rows.
+// grid (ceil(cols / 64), number of row tiles: at most pairs / ROWS + experts, 1 or 2), block 256.
+template <int ROWS>
+PARITREE_INLINE void matmul_grouped_tile(const float* a, int divisor, const float* b, const float* second_b, const int* starts, const int* order, float* out,
+                                         float* second_out, int experts, int cols, int inner) {
+    using namespace paritree::grouped;
+    constexpr int OWN = ROWS / 4, TILE_COLS = 64, AHEAD = 4, STRIDE = ROWS + 4;
+    __shared__ __align__(16) float memory[WARPS * ROWS * TILE_COLS];  // a chunk of `a`, [CHUNK][STRIDE], then the sums of the warps, [WARPS][ROWS][TILE_COLS]
+    static_assert(CHUNK * STRIDE <= WARPS * ROWS * TILE_COLS, "the chunk of a fits");
+    static_assert(OWN == 2 || OWN == 4, "the rows of a lane are one load");
+    int tile = blockIdx.y, expert;
+    find_tile(starts, experts, ROWS, tile, expert);
+    if (expert == experts) return;
+    const int* own = order + starts[expert] + tile * ROWS;
+    const int rows = min(ROWS, starts[expert + 1] - starts[expert] - tile * ROWS);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row0 = lane / 8 * OWN, col0 = lane % 8 * 8;
+    const int column = blockIdx.x * TILE_COLS + col0;
+    const float* weights = (blockIdx.z ? second_b : b) + static_cast<long long>(expert) * inner * cols + column;
+    const bool wide = cols % 4 == 0;
+    float sums[OWN][8];
+#pragma unroll
+    for (int m = 0; m < OWN; ++m)
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sums[m][n] = 0.0f;
+    for (int start = 0; start < inner; start += CHUNK) {
+        __syncthreads();  // the chunk before has been used
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m)
+            memory[thread * STRIDE + m] = m < rows && start + thread < inner ? a[static_cast<long long>(own[m] / divisor) * inner + start + thread] : 0.0f;
+        __syncthreads();
+        const int base = warp * (CHUNK / WARPS);
+        for (int part = 0; part < CHUNK / WARPS && start + base + part < inner; part += AHEAD) {
+            float y[AHEAD][8];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                const int k = start + base + part + i;
+                const float* from = weights + static_cast<long long>(k) * cols;
+#pragma unroll
+                for (int half = 0; half < 8; half += 4) {
+                    float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    if (wide) {
+                        if (k < inner && column + half < cols) four = *reinterpret_cast<const float4*>(from + half);
+                    } else if (k < inner) {
+                        if (column + half < cols) four.x = from[half];
+                        if (column + half + 1 < cols) four.y = from[half + 1];
+                        if (column + half + 2 < cols) four.z = from[half + 2];
+                        if (column + half + 3 < cols) four.w = from[half + 3];
+                    }
+                    y[i][half] = four.x;
+                    y[i][half + 1] = four.y;
+                    y[i][half + 2] = four.z;
+                    y[i][half + 3] = four.w;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                float x[OWN];
+                const float* from = memory + (base + part + i) * STRIDE + row0;
+                if constexpr (OWN == 4) {
+                    const float4 four = *reinterpret_cast<const float4*>(from);
+                    x[0] = four.x;
+                    x[1] = four.y;
+                    x[2] = four.z;
+                    x[3] = four.w;
+                } else {
+                    const float2 two = *reinterpret_cast<const float2*>(from);
+                    x[0] = two.x;
+                    x[1] = two.y;
+                }
+#pragma unroll
+                for (int m = 0; m < OWN; ++m)
+#pragma unroll
+                    for (int n = 0; n < 8; ++n) sums[m][n] = fmaf(x[m], y[i][n], sums[m][n]);
+            }
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < OWN; ++m)
+#pragma unroll
+        for (int n = 0; n < 8; ++n) memory[(warp * ROWS + row0 + m) * TILE_COLS + col0 + n] = sums[m][n];
+    __syncthreads();
+    float* target = blockIdx.z ? second_out : out;
+    for (int at = thread; at < rows * TILE_COLS; at += THREADS) {
+        const int m = at / TILE_COLS, n = at % TILE_COLS;
+        if (blockIdx.x * TILE_COLS + n >= cols) continue;
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum += memory[(w * ROWS + m) * TILE_COLS + n];
+        target[static_cast<long long>(own[m]) * cols + blockIdx.x * TILE_COLS + n] = sum;
+    }
+}
+}  // namespace paritree
+
 extern "C" __global__ void __launch_bounds__(256)
 matmul_grouped_rows8_f32(const float* a, int divisor, const float* b, const float* second_b, const int* starts, const int* order, float* out,
                          float* second_out, int experts, int cols, int inner) {
-    paritree::matmul_grouped_rows<8>(a, divisor, b, second_b, starts, order, out, second_out, experts, cols, inner);
+    paritree::matmul_grouped_tile<8>(a, divisor, b, second_b, starts, order, out, second_out, experts, cols, inner);
 }
 extern "C" __global__ void __launch_bounds__(256)
 matmul_grouped_rows16_f32(const float* a, int divisor, const float* b, const float* second_b, const int* starts, const int* order, float* out,
                           float* second_out, int experts, int cols, int inner) {
-    paritree::matmul_grouped_rows<16>(a, divisor, b, second_b, starts, order, out, second_out, experts, cols, inner);
+    paritree::matmul_grouped_tile<16>(a, divisor, b, second_b, starts, order, out, second_out, experts, cols, inner);
 }

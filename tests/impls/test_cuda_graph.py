@@ -144,3 +144,24 @@ def test_a_write_behind_a_buffer_is_noticed(name: str, graph: str, monkeypatch: 
     monkeypatch.setenv("PARITREE_CUDA_PLANT", "short-buffer")
     with pytest.raises(EngineError, match="behind the end of buffer 'logits'"):
         run(engine, 4)
+
+
+@pytest.mark.parametrize("graph", ("0", "1"))
+@pytest.mark.parametrize("name", DEVICES)
+def test_nobody_relies_on_work_that_was_only_asked_for(name: str, graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PARITREE_CUDA_DELAY: on the emulator work is done when somebody waits, on a GPU a busy kernel goes before each copy from the host."""
+    try:
+        engine = load_library(build.library(emulated=name == "emulated", defines=(build.PLANTED,)))
+    except (NoCompiler, build.NoNvcc) as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setenv("PARITREE_CUDA_GRAPH", graph)
+    due = run(engine, 4)
+    monkeypatch.setenv("PARITREE_CUDA_DELAY", "1")
+    late = run(engine, 4)
+    assert all(np.array_equal(one, other) for (one, _), (other, _) in zip(due, late, strict=True))
+    monkeypatch.setenv("PARITREE_CUDA_PLANT", "early-read")
+    try:
+        early = run(engine, 4)
+    except EngineError:
+        return  # nonsense that the engine noticed by itself
+    assert not all(np.array_equal(one, other) for (one, _), (other, _) in zip(due, early, strict=True))

@@ -48,9 +48,20 @@ struct Grid {
 // A capture keeps the arguments by value and runs nothing, as on a GPU: what is stale there is stale here.
 thread_local std::vector<std::function<void()>>* recording = nullptr;
 
+// PARITREE_CUDA_DELAY: work is done when somebody waits for it, as late as a stream may be. What the host reads or overwrites too early shows.
+thread_local bool is_late = false;
+thread_local std::vector<std::function<void()>> waiting;
+
 void run_or_record(std::function<void()> work) {
   if (recording != nullptr) recording->push_back(std::move(work));
+  else if (is_late) waiting.push_back(std::move(work));
   else work();
+}
+
+void do_waiting() {
+  std::vector<std::function<void()>> all;
+  all.swap(waiting);
+  for (const std::function<void()>& work : all) work();
 }
 
 template <class... Params, class... Args>
@@ -63,6 +74,14 @@ void launch(const char* name, void (*kernel)(Params...), Grid grid, unsigned thr
 }
 
 #else
+
+constexpr long long kDelayCycles = 400000;  // about 0.2 ms: longer than most batches of the tests
+
+__global__ void delay_cycles(long long cycles) {
+  const long long start = clock64();
+  while (clock64() - start < cycles) {
+  }
+}
 
 void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) failed(what, ": ", cudaGetErrorString(status));
@@ -100,7 +119,10 @@ void Device::refuse_in_capture(const char* what) const {
 
 #ifdef PARITREE_EMULATOR
 
-Device::Device(Precision precision) : processors_(4), precision_(precision) {}
+Device::Device(Precision precision) : processors_(4), precision_(precision) {
+  do_waiting();
+  late_ = is_late = is_set("PARITREE_CUDA_DELAY");
+}
 Device::~Device() = default;
 void* Device::allocate(int64_t bytes) {
   refuse_in_capture("memory");
@@ -109,13 +131,27 @@ void* Device::allocate(int64_t bytes) {
   std::memset(memory, 0xff, round_up(bytes, 256));
   return memory;
 }
-void Device::release(void* memory) { std::free(memory); }
+void Device::release(void* memory) {
+  try {
+    do_waiting();  // as cudaFree does
+  } catch (const std::exception&) {  // nobody is left to hear of it
+    waiting.clear();
+  }
+  std::free(memory);
+}
 void Device::copy_in(void* target, const void* host, int64_t bytes) {
   refuse_in_capture("a copy from the host");
-  if (bytes) std::memcpy(target, host, static_cast<std::size_t>(bytes));
+  if (bytes == 0) return;
+  if (!is_late) {
+    std::memcpy(target, host, static_cast<std::size_t>(bytes));
+    return;
+  }
+  const char* begin = static_cast<const char*>(host);
+  waiting.push_back([target, staged = std::vector<char>(begin, begin + bytes)] { std::memcpy(target, staged.data(), staged.size()); });
 }
 void Device::copy_out(void* host, const void* source, int64_t bytes) {
   refuse_in_capture("a copy to the host");
+  if (!planted("early-read")) do_waiting();
   if (bytes) std::memcpy(host, source, static_cast<std::size_t>(bytes));
 }
 void Device::fill(void* target, int byte, int64_t bytes) {
@@ -133,7 +169,11 @@ void Device::copy_rows(void* target, const void* source, int64_t pitch_bytes, in
       std::memcpy(static_cast<char*>(target) + row * pitch_bytes, static_cast<const char*>(source) + row * pitch_bytes, static_cast<std::size_t>(width_bytes));
   });
 }
-void Device::synchronise() { refuse_in_capture("a wait"); }
+void Device::synchronise() {
+  refuse_in_capture("a wait");
+  do_waiting();
+}
+void Device::stall() {}
 
 class Graph {
  public:
@@ -153,19 +193,23 @@ GraphPointer Device::captured(const std::function<void()>& body) {
   return graph;
 }
 void Device::replay(const Graph& graph) {
-  for (const std::function<void()>& work : graph.work) work();
+  for (const std::function<void()>& work : graph.work) run_or_record(work);
 }
 namespace {
 std::chrono::steady_clock::time_point emulated_start;  // of one measurement at a time
 }
 void Device::begin_timing() { emulated_start = std::chrono::steady_clock::now(); }
-double Device::end_timing() { return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - emulated_start).count(); }
+double Device::end_timing() {
+  do_waiting();
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - emulated_start).count();
+}
 
 #else
 
 Device::Device(Precision precision) : precision_(precision) {
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  late_ = is_set("PARITREE_CUDA_DELAY");
   stream_ = stream;
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
@@ -193,11 +237,16 @@ void* Device::allocate(int64_t bytes) {
 void Device::release(void* memory) { cudaFree(memory); }
 void Device::copy_in(void* target, const void* host, int64_t bytes) {
   refuse_in_capture("a copy from the host");
+  stall();
   // pageable memory: the runtime has staged the source when the call returns
   if (bytes) check(cudaMemcpyAsync(target, host, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream_)), "copy to the device");
 }
 void Device::copy_out(void* host, const void* source, int64_t bytes) {
   refuse_in_capture("a copy to the host");
+  if (planted("early-read")) {  // on the default stream, for which this one does not wait
+    check(cudaMemcpy(host, source, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost), "copy to the host");
+    return;
+  }
   if (bytes) check(cudaMemcpyAsync(host, source, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream_)), "copy to the host");
   synchronise();
 }
@@ -247,6 +296,12 @@ GraphPointer Device::captured(const std::function<void()>& body) {
   cudaGraphDestroy(recorded);
   check(status, "cudaGraphInstantiate");
   return graph;
+}
+void Device::stall() {
+  if (late_) {
+    delay_cycles<<<1, 1, 0, static_cast<cudaStream_t>(stream_)>>>(kDelayCycles);
+    check(cudaGetLastError(), "delay_cycles");
+  }
 }
 void Device::replay(const Graph& graph) { check(cudaGraphLaunch(graph.executable, static_cast<cudaStream_t>(stream_)), "cudaGraphLaunch"); }
 void Device::begin_timing() {
@@ -343,14 +398,14 @@ void Device::matmul_grouped(const float* a, int64_t divisor, const float* b, con
                                  float* out, float* second_out, int64_t pairs, int64_t experts, int64_t cols, int64_t inner) {
   if (pairs == 0) return;
   if (pairs <= kGroupedRows * experts) {  // the weights of an expert are read for a few rows each time: as often as from the tiles at most
-    const auto run = [&](const char* name, auto* kernel, int64_t rows) {
+    const auto run = [&](const char* name, auto* kernel, int64_t rows, int64_t columns) {
       const int64_t tiles = std::min(pairs, experts) + pairs / rows;
-      launch(name, kernel, Grid{parts(cols, 32), tiles, second_b != nullptr ? 2 : 1}, 256u, 0, stream_, a, narrow(divisor), b, second_b, starts, order, out,
+      launch(name, kernel, Grid{parts(cols, columns), tiles, second_b != nullptr ? 2 : 1}, 256u, 0, stream_, a, narrow(divisor), b, second_b, starts, order, out,
              second_out, narrow(experts), narrow(cols), narrow(inner));
     };
-    if (pairs <= experts) run("matmul_grouped_rows2_f32", matmul_grouped_rows2_f32, 2);
-    else if (pairs <= 8 * experts) run("matmul_grouped_rows8_f32", matmul_grouped_rows8_f32, 8);
-    else run("matmul_grouped_rows16_f32", matmul_grouped_rows16_f32, 16);
+    if (pairs <= experts) run("matmul_grouped_rows2_f32", matmul_grouped_rows2_f32, 2, 32);
+    else if (pairs <= 8 * experts) run("matmul_grouped_rows8_f32", matmul_grouped_rows8_f32, 8, 64);
+    else run("matmul_grouped_rows16_f32", matmul_grouped_rows16_f32, 16, 64);
     return;
   }
   const int64_t tiles = std::min(pairs, experts) + pairs / kGroupedRows;

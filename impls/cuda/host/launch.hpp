@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
 
@@ -19,6 +21,22 @@ struct Pages {
   const int32_t* table = nullptr;  // on the device; null: contiguous
   int size = 1;
 };
+
+// Whether a switch of the environment is on.
+inline bool is_set(const char* name) {
+  const char* word = std::getenv(name);
+  return word != nullptr && *word != '\0' && *word != '0';
+}
+
+#ifdef PARITREE_PLANTED
+// Bugs of impls/cuda/plants.py, one chosen by name.
+inline bool planted(const char* name) {
+  const char* chosen = std::getenv("PARITREE_CUDA_PLANT");
+  return chosen != nullptr && std::strcmp(chosen, name) == 0;
+}
+#else
+constexpr bool planted(const char*) { return false; }
+#endif
 
 // Work of the stream that was recorded once: launches, fills and copies on the device with the arguments that they had. What the arguments
 // point to is read at each replay.
@@ -67,6 +85,7 @@ class Device {
   void copy(void* target, const void* source, int64_t bytes);  // on the device
   void copy_rows(void* target, const void* source, int64_t pitch_bytes, int64_t width_bytes, int64_t rows);
   void synchronise();
+  void stall();  // PARITREE_CUDA_DELAY, a hazard: what follows comes late, so that nobody may rely on its being done
 
   // Records what `body` asks for instead of running it. Inside, memory may not be taken, nothing may come from or go to the host, and nothing waits.
   GraphPointer captured(const std::function<void()>& body);
@@ -174,6 +193,7 @@ class Device {
   void* blas_workspace_ = nullptr;
   void* times_[2] = {nullptr, nullptr};  // events
   bool capturing_ = false;
+  bool late_ = false;  // PARITREE_CUDA_DELAY
   int processors_ = 1;
   Precision precision_;
 };

@@ -49,18 +49,6 @@ int64_t rows_bucket(int64_t rows) {
   return (rows + step - 1) / step * step;
 }
 
-#ifdef PARITREE_PLANTED
-// Bugs of impls/cuda/plants.py, one chosen by name.
-bool planted(const char* name) {
-  const char* chosen = std::getenv("PARITREE_CUDA_PLANT");
-  return chosen != nullptr && std::string(chosen) == name;
-}
-#else
-constexpr bool planted(const char*) { return false; }
-#endif
-
-bool is_set(const char* word) { return word != nullptr && *word != '\0' && *word != '0'; }
-
 }  // namespace
 
 // Rows of a batch, sorted by sequence: `batch[i]` is where row i of the plan stands in the caller's batch; -1: padding.
@@ -75,8 +63,8 @@ DeviceSession::DeviceSession(const ModelConfig& config, paritree_weight_fn weigh
       narrow_(precision == Precision::bf16),
       store_(device_, config.layers * ((cache_slots + kPageRows - 1) / kPageRows * kPageRows) * row_words()),
       slots_((cache_slots + kPageRows - 1) / kPageRows * kPageRows) {
-  poison_ = is_set(std::getenv("PARITREE_CUDA_POISON"));
-  graphs_ = is_set(std::getenv("PARITREE_CUDA_GRAPH"));
+  poison_ = is_set("PARITREE_CUDA_POISON");
+  graphs_ = is_set("PARITREE_CUDA_GRAPH");
   device_.fill(store_.data(), 0xff, store_.count() * 4);
   // neither pages nor slots follow logical order: odd pages upwards, then even ones downwards, taken from the end
   const int32_t pages = static_cast<int32_t>(slots_ / kPageRows);
