@@ -55,11 +55,12 @@ class SessionTally:
 
 
 def _worker(job: tuple[str, str, int, int]) -> SessionTally:
-    """Every second job runs its sessions as CUDA graphs."""
+    """Every second job runs its sessions as CUDA graphs, half of those with work that comes late."""
     path, precision, seed, count = job
     os.environ["PARITREE_CUDA_PRECISION"] = precision
     os.environ["PARITREE_CUDA_POISON"] = "1"
     os.environ["PARITREE_CUDA_GRAPH"] = str(seed % 2)
+    os.environ["PARITREE_CUDA_DELAY"] = str(int(seed % 4 == 3))
     from impls.native.adapter import load_library
 
     replays = ctypes.CDLL(path).paritree_cuda_replays
