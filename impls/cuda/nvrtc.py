@@ -24,10 +24,10 @@ def find_library() -> Path | None:
 
 
 def check(source: str, architectures: Sequence[str]) -> list[str]:
-    """One line per architecture, none without the wheel. Raises BuildError with the compiler's log."""
+    """One line per architecture; without the wheel a line that says so. Raises BuildError with the compiler's log."""
     path = find_library()
     if path is None:
-        return []
+        return ["NVRTC: not compiled, the wheel nvidia-cuda-nvrtc-cu12 (extra cuda12) is not installed"]
     library = ctypes.CDLL(str(path))
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
