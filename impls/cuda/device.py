@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -115,6 +115,23 @@ class CupyDevice:
             function.max_dynamic_shared_size_bytes = shared_bytes
         shape = (*grid, 1, 1)[:3]
         function(shape, (threads,), tuple(map(_argument, arguments)), shared_mem=shared_bytes)
+
+    def captured(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """What `body` launches, as one CUDA graph to replay, and what it returned. Its arguments are those of now; what they point to is read at each
+        replay. Buffers that `body` makes and drops may be given out again: use the results before asking for other memory."""
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._cupy.cuda.get_current_stream().synchronize()
+        with stream:
+            stream.begin_capture()
+            result = body()
+            graph = stream.end_capture()
+
+        def replay() -> None:
+            self._cupy.cuda.get_current_stream().synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+
+        return replay, result
 
     def synchronise(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()

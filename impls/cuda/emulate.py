@@ -12,7 +12,7 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class EmulatedDevice:
         self._function = _library(source if source is not None else expanded())
         self._seed = seed
         self._guarded: list[NDArray[np.uint8]] = []
+        self._recorded: list[tuple[str, Sequence[int], int, Sequence[Any], int]] | None = None  # while a graph is captured
         self.processors = 4
         self.shared_max = 232_448  # of sm_90
         self.warpgroups = True
@@ -71,12 +72,30 @@ class EmulatedDevice:
 
     def launch(self, kernel: str, grid: Sequence[int], threads: int, arguments: Sequence[Any], shared_bytes: int = 0) -> None:
         """Raises EngineError for a barrier that not all threads reach, too much shared memory, or arguments that do not fit."""
+        if self._recorded is not None:
+            self._recorded.append((kernel, tuple(grid), threads, tuple(arguments), shared_bytes))
+            return
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         message = ctypes.create_string_buffer(256)
         x, y, z = (*grid, 1, 1)[:3]
         if self._function(kernel.encode(), x, y, z, threads, shared_bytes, pointers, len(values), self._seed, message, 256):
             raise EngineError(message.value.decode())
+
+    def captured(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """As CupyDevice.captured: launches are kept with their arguments, and nothing runs before the first replay."""
+        recorded: list[tuple[str, Sequence[int], int, Sequence[Any], int]] = []
+        self._recorded = recorded
+        try:
+            result = body()
+        finally:
+            self._recorded = None
+
+        def replay() -> None:
+            for launched in recorded:
+                self.launch(*launched)
+
+        return replay, result
 
     def synchronise(self) -> None: ...
 
