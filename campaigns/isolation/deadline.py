@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 
 WINDOW = 64  # jobs remembered: enough for a median, few enough to follow a change of the case sizes
 REFRESH = 16  # jobs between two medians: a median costs as much as a small case
+LOSS = 4.0  # of patience, at each hang of a kind that has shown nothing else: a batch of them does not cost a first deadline each
 FACTOR = 20.0  # times the median: a step of an ordinary mix is at most a few times the median job
 
 
@@ -42,6 +43,11 @@ class Deadline:
         if self._fresh[kind] >= min(REFRESH, len(recent)):
             self._limit_s[kind] = max(self.floor_s, self.factor * statistics.median(recent))
             self._fresh[kind] = 0
+
+    def hung(self, kind: str) -> None:
+        """A job of this kind took its whole limit. Where none has ended yet, the next one gets a part of it."""
+        if kind not in self._recent_s:
+            self._limit_s[kind] = max(self.floor_s, self.limit_s(kind) / LOSS)
 
 
 def fixed(seconds: float) -> Deadline:

@@ -48,7 +48,12 @@ STARVED_LOOK_S = 0.05  # several time slices of a busy machine
 PATIENCE = 4  # times the deadline for such a worker: 1 / STARVED_SHARE
 CHAIN_MAX = 5  # calls of one tree chain
 LARGE_S = 300.0  # a step of a layer in full width takes 2 to 30 s on a busy laptop: it is held up by memory, and by making weights
-KIND = {transport.CALLS: "calls", transport.SCRIPT: "script", transport.TREE: "tree", transport.TREES: "trees"}
+KIND = {
+    transport.CALLS: "calls",
+    transport.SCRIPT: "script",
+    transport.TREE: "tree",
+    transport.TREES: "tree",
+}  # a step of either is a link of a chain
 
 Records = list[tuple[dict[str, Any], list[Any]]]
 
@@ -250,6 +255,8 @@ class Supervisor:
         outcome = self._job(self._worker, kind, payload, steps, limit_s, name)
         if outcome.death is None and not large:
             self.deadline.observe(KIND[kind], time.monotonic() - began)
+        elif outcome.death is not None and outcome.death.kind == "hung" and not large:
+            self.deadline.hung(KIND[kind])
         self._last = name(max(0, len(outcome.records) - 1))
         return outcome
 

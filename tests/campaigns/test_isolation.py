@@ -665,6 +665,20 @@ def test_a_deadline_follows_the_median_but_not_below_its_floor() -> None:
     assert deadline.limit_s("calls") == pytest.approx(2.0)
 
 
+def test_a_kind_that_only_hangs_loses_patience_and_gets_it_back_where_a_job_ends() -> None:
+    deadline = Deadline(2.0, first_s=30.0)
+    limits = []
+    for _ in range(4):
+        limits.append(deadline.limit_s("tree"))
+        deadline.hung("tree")
+    assert limits == [30.0, 7.5, 2.0, 2.0]
+    assert deadline.limit_s("script") == 30.0
+    deadline.observe("tree", 1.0)
+    assert deadline.limit_s("tree") == 20.0
+    deadline.hung("tree")
+    assert deadline.limit_s("tree") == 20.0
+
+
 def test_a_deadline_without_a_floor_is_refused() -> None:
     with pytest.raises(ValueError, match="0 < floor_s <= first_s"):
         Deadline(0.0)
