@@ -19,6 +19,9 @@ from typing import Any
 
 CLEAN, FINDINGS, USAGE, NOT_LOADABLE, INTERNAL, NOTHING, SKIP, INTERRUPTED = 0, 1, 2, 3, 4, 5, 125, 130
 DEFAULT_STORE = "paritree-out"
+TRIALS = 10_000  # of a check, per engine
+# options of a check that a certificate has no use for, with their values where nothing is given
+NOT_CERTIFIED = {"trials": TRIALS, "budget": None, "report": None, "junit": "", "checkpoint": "", "preset": "", "stop_at_first": False}
 CONFIG = "paritree.toml"
 SETTINGS = {"store": str, "engines": list, "trials": int, "budget": str, "jobs": int, "seed": int, "hazards": bool, "report": str}
 
@@ -142,7 +145,7 @@ def parser(defaults: dict[str, Any]) -> argparse.ArgumentParser:
 
     sub = command("check", check, "is my engine right? operations, prefill, decode, tree verification, commit, whole loop")
     sub.add_argument("engines", nargs="*", default=defaults.get("engines", []), metavar="ENGINE", help="name, PATH.so or MODULE:CLASS")
-    sub.add_argument("--trials", type=_positive, default=defaults.get("trials", 10_000), help="per engine (%(default)s)")
+    sub.add_argument("--trials", type=_positive, default=defaults.get("trials", TRIALS), help="per engine (%(default)s)")
     sub.add_argument("--budget", type=_budget, default=defaults.get("budget"), help="time or trials per engine: 90s, 30m, 2h, 5000")
     sub.add_argument("--stop-at-first", action="store_true", help="stop looking after the first finding")
     sub.add_argument(
@@ -250,7 +253,10 @@ def _positive(text: str) -> int:
 
 
 def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
+    words = [word for word in text.split(",") if word]
+    if not words:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return words
 
 
 def _budget(text: str) -> str:
@@ -340,11 +346,18 @@ def check(options: Options) -> int:
 
 
 def certify(options: Options) -> int:
+    """Raises UsageError for options of a campaign: a certificate has sessions of its own, and leaves nothing in a store."""
     from campaigns import certify as certify_module
     from campaigns.isolation import Supervisor
     from campaigns.trial import patience
     from paritree import console
 
+    given = settings()
+    stray = [name for name, usual in NOT_CERTIFIED.items() if getattr(options, name) != given.get(name, usual)]
+    if stray:
+        raise UsageError(
+            f"--{stray[0].replace('_', '-')} has no meaning beside --certify, which tries sessions of its own and keeps no findings"
+        )
     body = []
     for engine in options.engines:
         with Supervisor(engine, deadline_s=patience()) as supervisor:
