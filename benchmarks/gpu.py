@@ -10,6 +10,7 @@ their floors), `peers` (torch on the same data). The report goes to $OUT/gpu.jso
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -36,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--commit", default="", help="what to write as the commit where there is no git history")
     chosen = parser.parse_args(arguments)
+    for name in set(chosen.sections.split(",")) - set(SECTIONS):
+        parser.error(f"there is no section {name!r}: choose some of {', '.join(SECTIONS)}")
+    if importlib.util.find_spec("cupy") is None:
+        parser.error("CuPy and a CUDA device are needed: install paritree[cuda13] or paritree[cuda12]")
     run: dict[str, Callable[[], Any]] = {
         "trials": lambda: trials(chosen.trials, chosen.processes),
         "sessions": lambda: sessions(chosen.sessions, chosen.processes),
