@@ -107,6 +107,7 @@ PRODUCTION: dict[str, tuple[Sizes, ...]] = {
     "tree_attention": tuple(({"T": t, "H": h, "S": s, "C": 576}, ATTENTION) for t, h, s in ((65, 64, 1089), (17, 64, 4113), (3, 8, 700), (1, 64, 2050))),
     "rms_norm": tuple(({"T": 65, "N": n}, {"eps": 1e-6}) for n in (7168, 1536, 512)),
     "matmul": tuple(({"T": t, "K": k, "N": n}, {}) for t, k, n in ((1, 7168, 576), (65, 7168, 576), (65, 1536, 3072), (300, 1024, 1000))),
+    "int4_matmul": tuple(({"T": t, "G": g, "N": n}, {}) for t, g, n in ((1, 224, 576), (9, 64, 2048), (65, 48, 576))),
     "rope": (({"T": 65, "H": 64, "half": 32}, {"half_layout": 0}), ({"T": 65, "H": 64, "half": 32}, {"half_layout": 1})),
     "q_absorb": (({"T": 65, "H": 64, "n": 128, "R": 512}, {}), ({"T": 1, "H": 64, "n": 128, "R": 512}, {})),
     "o_heads": (({"T": 65, "H": 64, "R": 512, "v": 128}, {}),),
@@ -134,6 +135,7 @@ SAMPLED: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "tree_attention": ({"q": 0, "visible": 0, "out": 0}, {"q": 1, "out": 1}),
     "rms_norm": ({"x": 0, "out": 0}, {}),
     "matmul": ({"x": 0, "out": 0}, {"w": 1, "out": 1}),
+    "int4_matmul": ({"x": 0, "out": 0}, {"packed": 1, "scales": 1, "out": 1}),
     "q_absorb": ({"q_nope": 0, "out": 0}, {"q_nope": 1, "w_kc": 0, "out": 1}),
     "o_heads": ({"o_latent": 0, "out": 0}, {"o_latent": 1, "w_vc": 0, "out": 1}),
     "scores": ({"q": 0, "out": 0}, {"q": 1, "out": 1}),
@@ -157,7 +159,7 @@ def sampled(call: OpCall, outputs: dict[str, Any], seed: int) -> tuple[OpCall, d
             continue
         name, axis = next(iter(axes.items()))
         size = (inputs | results)[name].shape[axis]
-        wanted = ROWS_JUDGED if number == 0 else COLUMNS_JUDGED * (16 if call.op == "matmul" else 1)
+        wanted = ROWS_JUDGED if number == 0 else COLUMNS_JUDGED * (16 if call.op in ("matmul", "int4_matmul") else 1)
         index = np.unique(np.concatenate([[0, size - 1], rng.integers(0, size, wanted)]))
         for tensor, own_axis in axes.items():
             for group in (inputs, results):

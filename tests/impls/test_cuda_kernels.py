@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from numpy.typing import NDArray
 
+from benchmarks.gpu_trials import PRODUCTION
 from campaigns.case import OpCase
 from campaigns.isolation import InProcess
 from campaigns.isolation.execute import run_call
@@ -297,6 +298,7 @@ def test_every_operation_has_a_kernel() -> None:
     assert device_of("emulated") is not None
     assert frozenset(OPS) <= CudaEngine(device_of("emulated")).describe().ops
     assert len(set(kernel_names())) == len(kernel_names())
+    assert frozenset(PRODUCTION) == frozenset(OPS)  # benchmarks/gpu.py tries each at production width, too
 
 
 @pytest.mark.parametrize("plant", plants.PLANTS, ids=lambda plant: plant.name)
