@@ -28,8 +28,9 @@ def page_of(store_path: str | os.PathLike[str]) -> Page:
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, append: bool = False) -> None:
-    """Raises StoreError where the file cannot be written."""
+    """Makes the folder, as for the page. Raises StoreError where the file cannot be written."""
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("a" if append else "w", encoding="utf-8") as stream:
             stream.write(text)
     except OSError as problem:

@@ -136,10 +136,11 @@ def test_a_terminal_gets_colour_unless_it_declines(night: Path, monkeypatch: pyt
 def test_the_command_writes_all_forms(night: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
-    arguments = [str(night), "-o", str(tmp_path / "r.html"), "--junit", str(tmp_path / "j.xml"), "--summary", str(summary), "--annotations"]
+    junit = tmp_path / "made" / "j.xml"
+    arguments = [str(night), "-o", str(tmp_path / "r.html"), "--junit", str(junit), "--summary", str(summary), "--annotations"]
     assert main(arguments) == 0
     assert (tmp_path / "r.html").read_text("utf-8").startswith("<!doctype html>")
-    ElementTree.parse(tmp_path / "j.xml")
+    ElementTree.parse(junit)
     assert summary.read_text("utf-8").startswith("before\n## ")
     captured = capsys.readouterr()
     assert "::error" in captured.out and "6 open findings" in captured.err
