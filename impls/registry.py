@@ -27,7 +27,9 @@ from impls import peers
 from impls.native.adapter import EngineLoadError
 from spec.engine import Engine, Unsupported
 
-__all__ = ["EngineLoadError", "UnknownEngine", "known_engines", "prepare", "resolve"]
+__all__ = ["FORMS", "EngineLoadError", "UnknownEngine", "known_engines", "prepare", "resolve"]
+
+FORMS = "./library.so, MODULE:CLASS, blocked:NAME, native:PLANT, cuda, cuda-native, blind+ENGINE, transformers, llama.cpp, mlx, torch-ops, command:LINE, http://..."
 
 GROUP = "paritree.engines"
 BLIND = "blind+"
@@ -213,4 +215,4 @@ def _made(spec: str, load: Callable[[], object]) -> Engine:
 def _unknown(spec: str, known: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(spec, known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"there is no engine {spec!r}{hint}: known are {', '.join(known)}; other forms are ./library.so, module:Class, blocked:NAME, native:PLANT"
+    return f"there is no engine {spec!r}{hint}: known are {', '.join(known)}; other forms are {FORMS}"

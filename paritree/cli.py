@@ -689,15 +689,11 @@ def profile(options: Options) -> int:
 
 def engines(options: Options) -> int:
     from campaigns.about import engine_facts
-    from impls.registry import known_engines
+    from impls.registry import FORMS, known_engines
 
     if not options.names:
         names = known_engines()
-        print(
-            json.dumps({"engines": list(names)})
-            if options.json
-            else "\n".join([*names, "", "other forms: ./library.so, MODULE:CLASS, blocked:NAME, native:PLANT"])
-        )
+        print(json.dumps({"engines": list(names)}) if options.json else "\n".join([*names, "", f"other forms: {FORMS}"]))
         return CLEAN
     facts = [engine_facts(name) for name in options.names]
     if options.json:
