@@ -14,6 +14,7 @@ from campaigns.plan import session_script
 from campaigns.weights import weights_for
 from impls.blocked.engine import BlockedEngine
 from impls.golden import GoldenEngine
+from impls.registry import resolve
 from oracles.judgement import Verdict
 from oracles.session import SessionJudge
 from oracles.walk import JudgeModel
@@ -56,6 +57,15 @@ def test_an_engine_that_honours_a_switch_passes(name: str, engine: Any) -> None:
     judged = judge_of(case).judge(script, InProcess(engine).script(script))
     assert not findings(judged)
     assert Verdict.UNVERIFIED not in {j.verdict for j in judged}
+
+
+def test_a_product_may_be_stored_before_its_bias_is_added() -> None:
+    """Found by a campaign over honest engines: the product, rounded to float16, cancels against the bias, and the sum is small."""
+    nine = ((0, 0), (1, 0), (2, 1), (3, 1), (4, 0), (5, 0), (6, 0), (7, 0), (8, 1))
+    case = SessionCase("small", (("attention_bias", True),), 1, "faint-router", ((2, 582), (17, 777)), ((nine, ()), (nine, ())), chunk=4)
+    script = session_script(case)
+    trace = InProcess(resolve("blocked:fp16-out")).script(script)
+    assert not findings(judge_of(case).judge(script, trace))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, op) in SWITCHES.items() if op])
