@@ -82,7 +82,7 @@ def library(*, emulated: bool = False, defines: Sequence[str] = ()) -> Path:
 
 
 def check(architectures: Sequence[str] = ARCHITECTURES) -> list[str]:
-    """One line per compilation. Raises NoNvcc, or BuildError with what the compiler said."""
+    """One line per compilation by nvcc. Raises NoNvcc, or BuildError with what the compiler said."""
     nvcc = find_nvcc()
     with tempfile.TemporaryDirectory(prefix="paritree-") as name:
         folder = Path(name)
@@ -108,8 +108,7 @@ def check(architectures: Sequence[str] = ARCHITECTURES) -> list[str]:
             return f"nvcc sm_{architecture}: {len(spills)} kernels, {sum(1 for size in spills if size)} with spills"
 
         with ThreadPoolExecutor(min(2, JOBS)) as pool:
-            lines = list(pool.map(compiled, architectures))
-    return lines + nvrtc.check(expanded(), architectures)
+            return list(pool.map(compiled, architectures))
 
 
 # ---- from sources to a library ---------------------------------------------------------------------------------------
@@ -244,13 +243,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         if chosen.check:
-            print("\n".join(check()))
-        else:
-            print(library(emulated=chosen.emulated))
+            return checked(chosen.if_present)
+        print(library(emulated=chosen.emulated))
     except native_build.BuildError as problem:
         print(problem, file=sys.stderr)
-        return 0 if chosen.if_present and isinstance(problem, NoNvcc) else 3
+        return 3
     return 0
+
+
+def checked(if_present: bool) -> int:
+    """Compiles with nvcc and with NVRTC, each where it is there, and prints what each made; 3 without nvcc unless `if_present`. Raises BuildError."""
+    status = 0
+    try:
+        print("\n".join(check()), flush=True)
+    except NoNvcc as problem:
+        print(problem, file=sys.stderr)
+        status = 0 if if_present else 3
+    print("\n".join(nvrtc.check(expanded(), ARCHITECTURES)))
+    return status
 
 
 if __name__ == "__main__":
