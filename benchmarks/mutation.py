@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="plants (or pieces of the benign run) side by side, a core each")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines, appended")
     parser.add_argument("--store", default="", help="folder of the store; a temporary one without it")
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], help="names of plants; with --benign, of engines")
     parser.add_argument("--kind", choices=("python", "native", "all"), default="all")
     parser.add_argument("--no-minimise", action="store_true", help="found and localised only: a quick first look")
     parser.add_argument("--again", action="store_true", help="measure also what the results hold already")
@@ -71,7 +71,10 @@ def main() -> int:
         store = arguments.store or str(Path(folder) / "store")
         if arguments.benign:
             options = Options(store=store, seed=arguments.seed, command=command)
-            totals = benign_trials(honest_engines(arguments.blind), arguments.trials, options, at_once=arguments.jobs, say=log)
+            engines = honest_engines(arguments.blind)
+            if unknown := sorted(set(arguments.only) - set(engines)):
+                parser.error(f"--only: {', '.join(unknown)}: no engine that is right; choose among {', '.join(engines)}")
+            totals = benign_trials(arguments.only or engines, arguments.trials, options, at_once=arguments.jobs, say=log)
             print(json.dumps(totals))
             return int(bool(totals["false_alarms"] or totals["not_loadable"]))
         seconds, trials = budget_of(arguments.budget_per_plant)
